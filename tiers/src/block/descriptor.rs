@@ -1,0 +1,320 @@
+//! The fixed-size record that describes a stored block. The same 256 bytes describe it in host RAM
+//! and on NVMe, and the code here checks both. FORMAT.md has the table of offsets.
+
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::{xxh3_64_with_seed, xxh3_128};
+
+use super::{BlockKey, NamespaceId};
+
+/// Bytes of an encoded descriptor.
+pub const DESCRIPTOR_BYTES: usize = 256;
+
+/// The version of the encoding that this code writes and reads.
+pub const DESCRIPTOR_VERSION: u8 = 1;
+
+const MAGIC: [u8; 4] = *b"KVTd";
+const SUM_AT: usize = DESCRIPTOR_BYTES - 8;
+
+/// An XXH3-128 checksum, little-endian.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug, Serialize, Deserialize)]
+pub struct Sum128(pub [u8; 16]);
+
+impl Sum128 {
+    /// The checksum of `bytes`.
+    pub fn of(bytes: &[u8]) -> Sum128 {
+        Sum128(xxh3_128(bytes).to_le_bytes())
+    }
+}
+
+/// How the stored bytes relate to the block's own.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
+#[repr(u8)]
+pub enum Codec {
+    /// The bytes themselves.
+    #[default]
+    Raw = 0,
+    /// LZ4 on the exponent plane of 16-bit elements, the other plane as it is.
+    Lz4 = 1,
+}
+
+/// Where a descriptor lies. It seeds the descriptor's checksum, so that a descriptor of an earlier
+/// life of a segment, of another store, or on a misdirected page is refused.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Place {
+    /// In the table beside the host arena.
+    Host {
+        /// Salt of the arena.
+        salt: u64,
+        /// The slot it describes.
+        slot: u32,
+    },
+    /// In a segment's descriptor area.
+    Segment {
+        /// Salt of the store.
+        salt: u128,
+        /// Number of the segment.
+        segment: u32,
+        /// The segment's sequence at the time of writing.
+        sequence: u64,
+    },
+}
+
+impl Place {
+    fn seed(self) -> u64 {
+        match self {
+            Place::Host { salt, slot } => {
+                let mut bytes = [0; 13];
+                bytes[0] = 1;
+                bytes[1..9].copy_from_slice(&salt.to_le_bytes());
+                bytes[9..].copy_from_slice(&slot.to_le_bytes());
+                xxh3_64_with_seed(&bytes, 0)
+            }
+            Place::Segment { salt, segment, sequence } => {
+                let mut bytes = [0; 29];
+                bytes[0] = 2;
+                bytes[1..17].copy_from_slice(&salt.to_le_bytes());
+                bytes[17..21].copy_from_slice(&segment.to_le_bytes());
+                bytes[21..].copy_from_slice(&sequence.to_le_bytes());
+                xxh3_64_with_seed(&bytes, 0)
+            }
+        }
+    }
+}
+
+/// What is known of one stored block.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Descriptor {
+    /// How the payload is encoded.
+    pub codec: Codec,
+    /// Number of the namespace in the store's table.
+    pub namespace: NamespaceId,
+    /// The namespace's generation when the block was stored; an older one is dead.
+    pub generation: u32,
+    /// The block's key.
+    pub key: BlockKey,
+    /// Key of the block before it, [`BlockKey::ROOT`] for the first one.
+    pub parent: BlockKey,
+    /// Position in the chain, from 0.
+    pub position: u32,
+    /// Tokens in the block.
+    pub tokens: u32,
+    /// Bytes of the block itself.
+    pub raw_bytes: u32,
+    /// Bytes of the payload as stored.
+    pub stored_bytes: u32,
+    /// Checksum of the block itself.
+    pub raw_sum: Sum128,
+    /// Checksum of the stored bytes (equal to `raw_sum` for [`Codec::Raw`]).
+    pub stored_sum: Sum128,
+    /// Write sequence: larger is newer.
+    pub sequence: u64,
+    /// Number of the segment (0 in host RAM).
+    pub segment: u32,
+    /// The segment's sequence (0 in host RAM).
+    pub segment_sequence: u64,
+    /// Offset of the payload in its segment, bytes, a multiple of 4 KiB (0 in host RAM).
+    pub offset: u32,
+    /// When it was stored, seconds since the Unix epoch.
+    pub created_s: u64,
+    /// The session that stored it, as the client named it, 0 for none.
+    pub session: u64,
+}
+
+/// Why 256 bytes are not a descriptor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum DescriptorError {
+    /// All bytes are zero: nothing was ever written here, or it was erased.
+    #[error("empty")]
+    Empty,
+    /// The first bytes are not those of a descriptor.
+    #[error("not a descriptor")]
+    Magic,
+    /// The descriptor's own checksum does not match, for this place.
+    #[error("the descriptor's checksum does not match its place and bytes")]
+    Checksum,
+    /// Written by a newer version.
+    #[error("descriptor version {0}; this program reads {DESCRIPTOR_VERSION}")]
+    Version(u8),
+    /// A codec this program does not know.
+    #[error("unknown codec {0}")]
+    Codec(u8),
+}
+
+impl Descriptor {
+    /// The 256 bytes, sealed for `place`.
+    pub fn encode(&self, place: Place) -> [u8; DESCRIPTOR_BYTES] {
+        let mut out = [0; DESCRIPTOR_BYTES];
+        let mut put = Put { out: &mut out, at: 0 };
+        put.bytes(&MAGIC);
+        put.bytes(&[DESCRIPTOR_VERSION, self.codec as u8, 0, 0]);
+        put.bytes(&self.namespace.0.to_le_bytes());
+        put.bytes(&self.generation.to_le_bytes());
+        put.bytes(&self.key.0);
+        put.bytes(&self.parent.0);
+        put.bytes(&self.position.to_le_bytes());
+        put.bytes(&self.tokens.to_le_bytes());
+        put.bytes(&self.raw_bytes.to_le_bytes());
+        put.bytes(&self.stored_bytes.to_le_bytes());
+        put.bytes(&self.raw_sum.0);
+        put.bytes(&self.stored_sum.0);
+        put.bytes(&self.sequence.to_le_bytes());
+        put.bytes(&self.segment_sequence.to_le_bytes());
+        put.bytes(&self.segment.to_le_bytes());
+        put.bytes(&self.offset.to_le_bytes());
+        put.bytes(&self.created_s.to_le_bytes());
+        put.bytes(&self.session.to_le_bytes());
+        let (body, sum) = out.split_at_mut(SUM_AT);
+        sum.copy_from_slice(&xxh3_64_with_seed(body, place.seed()).to_le_bytes());
+        out
+    }
+
+    /// Reads the 256 bytes found at `place`.
+    ///
+    /// # Errors
+    /// Anything but the exact bytes that [`Descriptor::encode`] made for the same place.
+    pub fn decode(
+        bytes: &[u8; DESCRIPTOR_BYTES],
+        place: Place,
+    ) -> Result<Descriptor, DescriptorError> {
+        let (body, sum) = bytes.split_at(SUM_AT);
+        let mut get = Get { bytes: body, at: 0 };
+        if get.array() != MAGIC {
+            let empty = bytes.iter().all(|byte| *byte == 0);
+            return Err(if empty { DescriptorError::Empty } else { DescriptorError::Magic });
+        }
+        if xxh3_64_with_seed(body, place.seed()).to_le_bytes() != sum {
+            return Err(DescriptorError::Checksum);
+        }
+        let [version, codec, _, _] = get.array();
+        if version != DESCRIPTOR_VERSION {
+            return Err(DescriptorError::Version(version));
+        }
+        let codec = match codec {
+            0 => Codec::Raw,
+            1 => Codec::Lz4,
+            other => return Err(DescriptorError::Codec(other)),
+        };
+        Ok(Descriptor {
+            codec,
+            namespace: NamespaceId(get.u32()),
+            generation: get.u32(),
+            key: BlockKey(get.array()),
+            parent: BlockKey(get.array()),
+            position: get.u32(),
+            tokens: get.u32(),
+            raw_bytes: get.u32(),
+            stored_bytes: get.u32(),
+            raw_sum: Sum128(get.array()),
+            stored_sum: Sum128(get.array()),
+            sequence: get.u64(),
+            segment_sequence: get.u64(),
+            segment: get.u32(),
+            offset: get.u32(),
+            created_s: get.u64(),
+            session: get.u64(),
+        })
+    }
+}
+
+struct Put<'a> {
+    out: &'a mut [u8],
+    at: usize,
+}
+
+impl Put<'_> {
+    fn bytes(&mut self, bytes: &[u8]) {
+        let end = self.at + bytes.len();
+        self.out
+            .get_mut(self.at..end)
+            .expect("descriptor fields fit in 248 bytes")
+            .copy_from_slice(bytes);
+        self.at = end;
+    }
+}
+
+struct Get<'a> {
+    bytes: &'a [u8],
+    at: usize,
+}
+
+impl Get<'_> {
+    fn array<const N: usize>(&mut self) -> [u8; N] {
+        let end = self.at + N;
+        let bytes = self.bytes.get(self.at..end).expect("descriptor fields fit in 248 bytes");
+        self.at = end;
+        bytes.try_into().expect("the slice has N bytes")
+    }
+
+    fn u32(&mut self) -> u32 {
+        u32::from_le_bytes(self.array())
+    }
+
+    fn u64(&mut self) -> u64 {
+        u64::from_le_bytes(self.array())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> Descriptor {
+        Descriptor {
+            codec: Codec::Lz4,
+            namespace: NamespaceId(3),
+            generation: 4,
+            key: BlockKey([5; 32]),
+            parent: BlockKey([6; 32]),
+            position: 7,
+            tokens: 16,
+            raw_bytes: 4096,
+            stored_bytes: 4000,
+            raw_sum: Sum128([8; 16]),
+            stored_sum: Sum128([9; 16]),
+            sequence: 10,
+            segment: 11,
+            segment_sequence: 12,
+            offset: 1 << 20,
+            created_s: 14,
+            session: 15,
+        }
+    }
+
+    const PLACE: Place = Place::Segment { salt: 1, segment: 11, sequence: 12 };
+
+    #[test]
+    fn round_trip() {
+        assert_eq!(Descriptor::decode(&sample().encode(PLACE), PLACE), Ok(sample()));
+    }
+
+    #[test]
+    fn every_flipped_bit_is_refused() {
+        let bytes = sample().encode(PLACE);
+        for bit in 0..DESCRIPTOR_BYTES * 8 {
+            let mut bad = bytes;
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert!(Descriptor::decode(&bad, PLACE).is_err(), "bit {bit}");
+        }
+    }
+
+    #[test]
+    fn another_place_is_refused() {
+        let bytes = sample().encode(PLACE);
+        let others = [
+            Place::Segment { salt: 2, segment: 11, sequence: 12 },
+            Place::Segment { salt: 1, segment: 12, sequence: 12 },
+            Place::Segment { salt: 1, segment: 11, sequence: 13 },
+            Place::Host { salt: 1, slot: 11 },
+        ];
+        for place in others {
+            assert_eq!(Descriptor::decode(&bytes, place), Err(DescriptorError::Checksum));
+        }
+    }
+
+    #[test]
+    fn erased_and_foreign_bytes_have_names() {
+        assert_eq!(Descriptor::decode(&[0; 256], PLACE), Err(DescriptorError::Empty));
+        assert_eq!(Descriptor::decode(&[1; 256], PLACE), Err(DescriptorError::Magic));
+    }
+}

@@ -1,0 +1,15 @@
+//! What a block is: its identity, its geometry in a client's memory, and the record that describes
+//! a stored one. No I/O.
+
+mod descriptor;
+mod geometry;
+mod identity;
+
+pub use descriptor::{
+    Codec, DESCRIPTOR_BYTES, DESCRIPTOR_VERSION, Descriptor, DescriptorError, Place, Sum128,
+};
+pub use geometry::{LayoutError, MAX_PLANES, PAGE_BYTES, Plane, RegionLayout, page_ceil};
+pub use identity::{
+    BlockKey, ElementType, KvLayout, Model, Namespace, NamespaceDifference, NamespaceError,
+    NamespaceId, NamespaceKey, RankScope, SECRET_BYTES, TenantSecret,
+};
