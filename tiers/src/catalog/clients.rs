@@ -1,0 +1,113 @@
+//! What clients hold: sessions, regions, leases and pins. Every count has a limit.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+
+use super::request::{LeaseId, PinId, RegionId, SessionId, TenantId, Timestamp};
+use super::table::BlockRef;
+
+/// One connected client.
+pub(crate) struct Session {
+    pub(crate) tenant: TenantId,
+    pub(crate) regions: HashSet<RegionId>,
+    pub(crate) leases: HashSet<LeaseId>,
+    pub(crate) tickets: usize,
+}
+
+/// Registered memory.
+#[derive(Clone, Copy)]
+pub(crate) struct RegionShape {
+    pub(crate) session: SessionId,
+    pub(crate) places: u32,
+    pub(crate) block_bytes: u32,
+}
+
+/// A client's expiring pin.
+pub(crate) struct Lease {
+    pub(crate) session: SessionId,
+    pub(crate) tenant: TenantId,
+    pub(crate) expires: Timestamp,
+    /// The blocks, prefix by prefix, root first.
+    pub(crate) blocks: Vec<BlockRef>,
+    covered: HashMap<u32, u32>,
+}
+
+impl Lease {
+    /// Whether the block, in this life of its table entry, is under the lease.
+    pub(crate) fn covers(&self, block: BlockRef) -> bool {
+        self.covered.get(&block.index) == Some(&block.life)
+    }
+}
+
+/// A pin that outlives its session.
+pub(crate) struct Pin {
+    pub(crate) tenant: TenantId,
+    pub(crate) expires: Timestamp,
+    pub(crate) blocks: Vec<BlockRef>,
+}
+
+/// All of them.
+#[derive(Default)]
+pub(crate) struct Clients {
+    pub(crate) sessions: HashMap<SessionId, Session>,
+    pub(crate) regions: HashMap<RegionId, RegionShape>,
+    pub(crate) leases: HashMap<LeaseId, Lease>,
+    pub(crate) pins: BTreeMap<PinId, Pin>,
+    lease_ends: BTreeSet<(Timestamp, LeaseId)>,
+    next_lease: u64,
+    next_pin: u64,
+}
+
+impl Clients {
+    /// The region, if it belongs to the session.
+    pub(crate) fn region_of(&self, session: SessionId, region: RegionId) -> Option<RegionShape> {
+        self.regions.get(&region).copied().filter(|shape| shape.session == session)
+    }
+
+    pub(crate) fn add_lease(
+        &mut self,
+        session: SessionId,
+        expires: Timestamp,
+        blocks: Vec<BlockRef>,
+    ) -> Option<LeaseId> {
+        let holder = self.sessions.get_mut(&session)?;
+        self.next_lease += 1;
+        let id = LeaseId(self.next_lease);
+        holder.leases.insert(id);
+        self.lease_ends.insert((expires, id));
+        let covered = blocks.iter().map(|block| (block.index, block.life)).collect();
+        let tenant = holder.tenant;
+        self.leases.insert(id, Lease { session, tenant, expires, blocks, covered });
+        Some(id)
+    }
+
+    pub(crate) fn take_lease(&mut self, id: LeaseId) -> Option<Lease> {
+        let lease = self.leases.remove(&id)?;
+        self.lease_ends.remove(&(lease.expires, id));
+        if let Some(session) = self.sessions.get_mut(&lease.session) {
+            session.leases.remove(&id);
+        }
+        Some(lease)
+    }
+
+    /// A lease that has ended by `now`.
+    pub(crate) fn expired_lease(&self, now: Timestamp) -> Option<LeaseId> {
+        self.lease_ends.first().filter(|(end, _)| *end <= now).map(|(_, id)| *id)
+    }
+
+    pub(crate) fn add_pin(
+        &mut self,
+        tenant: TenantId,
+        expires: Timestamp,
+        blocks: Vec<BlockRef>,
+    ) -> PinId {
+        self.next_pin += 1;
+        let id = PinId(self.next_pin);
+        self.pins.insert(id, Pin { tenant, expires, blocks });
+        id
+    }
+
+    /// Pins that have ended by `now`.
+    pub(crate) fn expired_pins(&self, now: Timestamp) -> Vec<PinId> {
+        self.pins.iter().filter(|(_, pin)| pin.expires <= now).map(|(id, _)| *id).collect()
+    }
+}

@@ -1,0 +1,382 @@
+//! What the catalog is told and what it decides: a closed set of events and actions.
+
+use super::policy::Policy;
+use super::request::{
+    AskId, OfflineReason, Outcome, RegionId, Reply, Request, SessionId, TenantId, TicketId,
+};
+use super::slots::SlotId;
+use crate::block::{BlockKey, Codec, Descriptor, ElementType, NamespaceId, Sum128};
+use crate::segment::StoreGeometry;
+
+/// One operation under way at the edge. Its completion carries the same number.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct OpId(pub u64);
+
+/// What the catalog must know of a namespace.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct NamespaceInfo {
+    /// Its number in the store's table.
+    pub id: NamespaceId,
+    /// Its current generation.
+    pub generation: u32,
+    /// Who pays for its blocks.
+    pub tenant: TenantId,
+    /// How its blocks are written to nvme.
+    pub codec: Codec,
+    /// The element type, which the codec needs.
+    pub element: ElementType,
+}
+
+/// Why an operation at the edge failed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum OpError {
+    /// The bytes do not match their checksum, or are not those that were asked for.
+    Checksum,
+    /// The device failed or transferred fewer bytes than asked.
+    Device,
+    /// The device is gone or read-only: nothing that follows can work.
+    DeviceGone,
+    /// The region is gone, or the copy would leave it.
+    Region,
+}
+
+/// What happened.
+#[derive(Debug)]
+pub enum Event {
+    /// A namespace was opened (again), or its generation was raised.
+    Namespace(NamespaceInfo),
+    /// A client connected.
+    SessionOpened {
+        /// Its number, chosen by the caller, never reused.
+        session: SessionId,
+        /// Its tenant.
+        tenant: TenantId,
+    },
+    /// A client is gone: its leases, regions and tickets end.
+    SessionClosed {
+        /// Which.
+        session: SessionId,
+    },
+    /// A region was registered.
+    RegionOpened {
+        /// By whom.
+        session: SessionId,
+        /// Its number, chosen by the caller, never reused.
+        region: RegionId,
+        /// Places for blocks.
+        places: u32,
+        /// Bytes of one block.
+        block_bytes: u32,
+    },
+    /// A region is gone.
+    RegionClosed {
+        /// Whose.
+        session: SessionId,
+        /// Which.
+        region: RegionId,
+    },
+    /// Somebody asks something; exactly one [`Action::Answer`] with this number follows.
+    Asked {
+        /// The number.
+        ask: AskId,
+        /// By whom.
+        session: SessionId,
+        /// What.
+        request: Request,
+    },
+    /// [`Action::Gather`] ended; the slot holds bytes with this checksum.
+    Gathered {
+        /// Which.
+        op: OpId,
+        /// The checksum of the slot's bytes.
+        result: Result<Sum128, OpError>,
+    },
+    /// [`Action::Compare`] ended; the region's bytes have this checksum.
+    Compared {
+        /// Which.
+        op: OpId,
+        /// The checksum.
+        result: Result<Sum128, OpError>,
+    },
+    /// [`Action::Scatter`] ended; verified bytes are in the region.
+    Scattered {
+        /// Which.
+        op: OpId,
+        /// Whether.
+        result: Result<(), OpError>,
+    },
+    /// [`Action::Read`] ended; the slot holds verified, decoded bytes.
+    Read {
+        /// Which.
+        op: OpId,
+        /// Whether.
+        result: Result<(), OpError>,
+    },
+    /// [`Action::Encode`] ended.
+    Encoded {
+        /// Which.
+        op: OpId,
+        /// Stored bytes and their checksum; `None` when the block does not shrink enough.
+        result: Option<(u32, Sum128)>,
+    },
+    /// [`Action::Write`] ended: all of the payload is on the device.
+    Written {
+        /// Which.
+        op: OpId,
+        /// Whether.
+        result: Result<(), OpError>,
+    },
+    /// [`Action::OpenSegment`] ended: the header is on the device.
+    SegmentOpened {
+        /// Which.
+        segment: u32,
+        /// Whether.
+        result: Result<(), OpError>,
+    },
+    /// A page of the segment's descriptors could not be written.
+    CommitFailed {
+        /// Which.
+        segment: u32,
+        /// Why.
+        error: OpError,
+    },
+    /// Time passed. Expects to be sent every 50 to 100 ms.
+    Tick,
+}
+
+/// What is to be done. The edge carries actions out in the order in which they are given.
+#[derive(Debug)]
+pub enum Action {
+    /// The answer to an [`Event::Asked`].
+    Answer {
+        /// Its number.
+        ask: AskId,
+        /// The answer.
+        reply: Reply,
+    },
+    /// A ticket ended; sent exactly once for each.
+    EndTicket {
+        /// Whose.
+        session: SessionId,
+        /// Which.
+        ticket: TicketId,
+        /// One per block, in the order of the request.
+        outcomes: Vec<Outcome>,
+    },
+    /// Cut a slab into slots of this size. No slot of the slab is in use.
+    BindSlab {
+        /// Which.
+        slab: u32,
+        /// Slot size, bytes.
+        slot_bytes: u32,
+    },
+    /// Copy a block from a region into a slot, checksum our copy, write its host descriptor.
+    Gather {
+        /// Number of the completion.
+        op: OpId,
+        /// From here,
+        region: RegionId,
+        /// this place,
+        place: u32,
+        /// to there.
+        slot: SlotId,
+        /// The block, with its checksums still to be filled in.
+        descriptor: Box<Descriptor>,
+    },
+    /// Checksum a block in a region.
+    Compare {
+        /// Number of the completion.
+        op: OpId,
+        /// Where.
+        region: RegionId,
+        /// Which place.
+        place: u32,
+    },
+    /// Verify a slot against its host descriptor and this identity, then copy it into a region.
+    Scatter {
+        /// Number of the completion.
+        op: OpId,
+        /// From here.
+        slot: SlotId,
+        /// What must be there.
+        namespace: NamespaceId,
+        /// What must be there.
+        key: BlockKey,
+        /// What must be there.
+        raw_sum: Sum128,
+        /// Bytes of the block.
+        raw_bytes: u32,
+        /// To there,
+        region: RegionId,
+        /// this place.
+        place: u32,
+    },
+    /// Read a block from nvme into a slot: length and checksum compared, decoded, host descriptor
+    /// written.
+    Read {
+        /// Number of the completion.
+        op: OpId,
+        /// To there.
+        slot: SlotId,
+        /// What must be read, and from where.
+        descriptor: Box<Descriptor>,
+        /// The element type, for the codec.
+        element: ElementType,
+        /// A client waits for it.
+        urgent: bool,
+    },
+    /// Encode a slot's block for nvme and keep the result until the `Write` of the same op.
+    Encode {
+        /// Number of the completion, and of the `Write` to come.
+        op: OpId,
+        /// From here.
+        slot: SlotId,
+        /// Bytes of the block.
+        raw_bytes: u32,
+        /// How.
+        codec: Codec,
+        /// The element type.
+        element: ElementType,
+    },
+    /// Forget the result of an `Encode` that will not be written.
+    DropEncoded {
+        /// Which.
+        op: OpId,
+    },
+    /// Write a block to nvme and, once it is there, its descriptor.
+    Write {
+        /// Number of the completion.
+        op: OpId,
+        /// The slot with the bytes; `None`: those of the `Encode` of the same op.
+        slot: Option<SlotId>,
+        /// Index of the descriptor in its segment.
+        index: u32,
+        /// The descriptor, complete.
+        descriptor: Box<Descriptor>,
+    },
+    /// Write a fresh header: whatever the segment held is void.
+    OpenSegment {
+        /// Which.
+        segment: u32,
+        /// Its new sequence.
+        sequence: u64,
+    },
+    /// Commit the segment's descriptors now: nothing more will be written to it.
+    SealSegment {
+        /// Which.
+        segment: u32,
+    },
+    /// Void one descriptor on the device, so that the block does not come back at a restart.
+    EraseDescriptor {
+        /// Which segment.
+        segment: u32,
+        /// In which life of it.
+        sequence: u64,
+        /// Which.
+        index: u32,
+    },
+    /// Remember on the device that the segment failed.
+    QuarantineSegment {
+        /// Which.
+        segment: u32,
+    },
+    /// A tier went off. For the log.
+    TierOffline {
+        /// Why.
+        reason: OfflineReason,
+    },
+}
+
+/// The nvme tier as the catalog sees it.
+#[derive(Clone, Debug)]
+pub struct NvmeShape {
+    /// Its geometry.
+    pub geometry: StoreGeometry,
+    /// Epoch of this opening, the upper half of all new segment sequences.
+    pub epoch: u32,
+    /// Segments that failed in earlier runs.
+    pub quarantined: Vec<u32>,
+    /// Most bytes of writes under way. Default: 8 MiB.
+    pub write_bytes_in_flight: u64,
+    /// Most reads under way. Default: 64.
+    pub reads_in_flight: usize,
+    /// Empty segments kept ready. Default: 4, at most an eighth of all.
+    pub clean_segments: u32,
+    /// Largest part of a segment that reclaim writes again, percent. Default: 25.
+    pub reinsert_percent: u32,
+}
+
+/// How the catalog is set up. Every limit is a number of the configuration.
+pub struct CatalogConfig {
+    /// Bytes of the host arena.
+    pub host_bytes: u64,
+    /// Bytes of a slab.
+    pub slab_bytes: u32,
+    /// Makes the eviction policy of one host size class.
+    pub host_policy: fn() -> Box<dyn Policy>,
+    /// The nvme tier, if there is one.
+    pub nvme: Option<NvmeShape>,
+    /// Limits on what clients may hold.
+    pub limits: Limits,
+    /// Dirty blocks are written down while less than this part of the arena is free or clean,
+    /// percent. Default: 25.
+    pub clean_percent: u32,
+    /// They are also written when no client asked anything for this long, milliseconds.
+    /// Default: 200. 0: never.
+    pub idle_ms: u64,
+    /// Whether a store makes the blocks before it more recent too. Only a simulator that touches
+    /// every block of a path itself turns it off. Default: true.
+    pub touch_ancestors: bool,
+    /// Seconds since the Unix epoch at timestamp 0.
+    pub epoch_s: u64,
+    /// Seed of the block table's hash, so that clients cannot choose keys that collide.
+    pub hash_seed: u64,
+}
+
+/// What clients may hold at most. A full limit answers `Busy` at once.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Limits {
+    /// Sessions. Default: 1,024.
+    pub sessions: usize,
+    /// Regions of one session. Default: 64.
+    pub regions_per_session: usize,
+    /// Tickets under way of one session. Default: 256.
+    pub tickets_per_session: usize,
+    /// Blocks of all tickets under way. Default: 65,536.
+    pub blocks_in_flight: usize,
+    /// Leases of one session. Default: 1,024.
+    pub leases_per_session: usize,
+    /// Keys in one call. Default: 16,384.
+    pub keys_per_call: usize,
+    /// Longest lease, milliseconds. Default: 300,000.
+    pub lease_ms_max: u32,
+    /// Pins. Default: 1,024.
+    pub pins: usize,
+    /// Longest pin, milliseconds. Default: 24 hours.
+    pub pin_ms_max: u64,
+    /// Largest part of the host arena that leases and pins may hold, percent. Default: 50.
+    pub pinned_percent: u32,
+    /// A ticket ends after this long at the latest, milliseconds. Default: 10,000.
+    pub ticket_ms: u64,
+    /// Keys reported bad that are remembered. Default: 65,536.
+    pub bad_keys: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Limits {
+        Limits {
+            sessions: 1024,
+            regions_per_session: 64,
+            tickets_per_session: 256,
+            blocks_in_flight: 65_536,
+            leases_per_session: 1024,
+            keys_per_call: 16_384,
+            lease_ms_max: 300_000,
+            pins: 1024,
+            pin_ms_max: 24 * 3600 * 1000,
+            pinned_percent: 50,
+            ticket_ms: 10_000,
+            bad_keys: 65_536,
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! What is under way: tickets, operations, and who waits for which block.
+//!
+//! Invariants: a ticket ends exactly once, when every one of its blocks has an outcome and none is
+//! being copied; an operation is known from its action to its completion; a waiter belongs to a
+//! block that is on its way into host RAM.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+
+use super::event::OpId;
+use super::request::{LeaseId, Outcome, RegionId, SessionId, TicketId, Tier, Timestamp};
+use super::slots::SlotId;
+use super::table::Location;
+
+/// State of one block of a ticket.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Progress {
+    /// Nothing touches the client's memory for it now.
+    Waiting,
+    /// A copy from or to the client's memory is under way.
+    Active,
+    /// Decided.
+    Done(Outcome),
+}
+
+/// What a ticket is for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum TicketKind {
+    Load,
+    Store,
+    Prefetch,
+}
+
+/// A load, store or prefetch under way.
+#[derive(Debug)]
+pub(crate) struct Ticket {
+    pub(crate) session: SessionId,
+    pub(crate) kind: TicketKind,
+    pub(crate) region: Option<RegionId>,
+    pub(crate) lease: Option<LeaseId>,
+    pub(crate) expires: Timestamp,
+    pub(crate) blocks: Vec<Progress>,
+    open: usize,
+}
+
+impl Ticket {
+    pub(crate) fn new(
+        session: SessionId,
+        kind: TicketKind,
+        blocks: usize,
+        expires: Timestamp,
+    ) -> Ticket {
+        let waiting = vec![Progress::Waiting; blocks];
+        Ticket { session, kind, region: None, lease: None, expires, blocks: waiting, open: blocks }
+    }
+
+    /// Records an outcome. Says whether it is the first one for this block.
+    pub(crate) fn finish(&mut self, at: usize, outcome: Outcome) -> bool {
+        match self.blocks.get_mut(at) {
+            None | Some(Progress::Done(_)) => false,
+            Some(progress) => {
+                *progress = Progress::Done(outcome);
+                self.open -= 1;
+                true
+            }
+        }
+    }
+
+    pub(crate) fn is_waiting(&self, at: usize) -> bool {
+        self.blocks.get(at) == Some(&Progress::Waiting)
+    }
+
+    pub(crate) fn set_active(&mut self, at: usize) {
+        if let Some(progress) = self.blocks.get_mut(at) {
+            *progress = Progress::Active;
+        }
+    }
+
+    pub(crate) fn set_waiting(&mut self, at: usize) {
+        if let Some(progress) = self.blocks.get_mut(at) {
+            *progress = Progress::Waiting;
+        }
+    }
+
+    pub(crate) fn is_complete(&self) -> bool {
+        self.open == 0
+    }
+
+    pub(crate) fn outcomes(&self) -> Vec<Outcome> {
+        let done = |progress: &Progress| match progress {
+            Progress::Done(outcome) => Some(*outcome),
+            _ => None,
+        };
+        self.blocks.iter().filter_map(done).collect()
+    }
+}
+
+/// One block of one ticket.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Part {
+    pub(crate) ticket: TicketId,
+    pub(crate) at: usize,
+}
+
+/// Who waits for a block to arrive in host RAM, and what then.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Waiter {
+    /// Scatter it to the region.
+    Load { part: Part, region: RegionId, place: u32, tier: Tier },
+    /// Compare the region's bytes with it.
+    Store { part: Part, region: RegionId, place: u32 },
+    /// Nothing more.
+    Prefetch { part: Part },
+}
+
+/// An operation at the edge.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Op {
+    Gather { block: u32, part: Part },
+    Compare { block: u32, part: Part },
+    Scatter { block: u32, slot: SlotId, part: Part, region: RegionId, place: u32, tier: Tier },
+    Read { block: u32, slot: SlotId, segment: u32, retry: bool },
+    Encode { block: u32, bytes: u64 },
+    Write { block: u32, location: Location, bytes: u64 },
+}
+
+/// All that is under way.
+#[derive(Default)]
+pub(crate) struct Flow {
+    pub(crate) tickets: BTreeMap<TicketId, Ticket>,
+    pub(crate) ops: HashMap<OpId, Op>,
+    pub(crate) waiters: HashMap<u32, Vec<Waiter>>,
+    /// Blocks to read for waiting clients, then for prefetch and reclaim.
+    pub(crate) urgent: VecDeque<u32>,
+    pub(crate) lazy: VecDeque<u32>,
+    pub(crate) reads: usize,
+    pub(crate) write_bytes: u64,
+    /// Blocks of all tickets that have no outcome yet.
+    pub(crate) blocks_open: usize,
+    next_ticket: u64,
+    next_op: u64,
+}
+
+impl Flow {
+    pub(crate) fn add_ticket(&mut self, ticket: Ticket) -> TicketId {
+        self.next_ticket += 1;
+        self.blocks_open += ticket.blocks.len();
+        let id = TicketId(self.next_ticket);
+        self.tickets.insert(id, ticket);
+        id
+    }
+
+    pub(crate) fn start(&mut self, op: Op) -> OpId {
+        self.next_op += 1;
+        let id = OpId(self.next_op);
+        self.ops.insert(id, op);
+        id
+    }
+
+    pub(crate) fn wait(&mut self, block: u32, waiter: Waiter) {
+        self.waiters.entry(block).or_default().push(waiter);
+    }
+}

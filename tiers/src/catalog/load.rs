@@ -1,0 +1,418 @@
+//! The way of a block to a client: from host RAM at once, from nvme through a slot.
+
+use super::Catalog;
+use super::event::{Action, OpError, OpId};
+use super::flow::{Op, Part, TicketKind, Waiter};
+use super::request::{
+    LeaseId, LoadBlock, MissReason, Outcome, PrefixQuery, Refusal, RegionId, Reply, SessionId, Tier,
+};
+use super::segments::SegmentState;
+use super::slots::SlotId;
+use super::table::{HostCopy, NvmeCopy};
+use crate::block::{Descriptor, ElementType, NamespaceId};
+
+/// Failed reads in a segment after which it is not used again.
+const READ_FAILURES_MAX: u32 = 3;
+
+impl Catalog {
+    pub(super) fn load(
+        &mut self,
+        session: SessionId,
+        lease: LeaseId,
+        namespace: NamespaceId,
+        region: RegionId,
+        blocks: &[LoadBlock],
+    ) -> Reply {
+        let Some(shape) = self.clients.region_of(session, region) else {
+            return Reply::Refused(Refusal::UnknownRegion);
+        };
+        if blocks.iter().any(|block| block.place >= shape.places) {
+            return Reply::Refused(Refusal::PlaceOutOfRange);
+        }
+        let ticket = match self.open_ticket(session, TicketKind::Load, blocks.len()) {
+            Ok(ticket) => ticket,
+            Err(reply) => return reply,
+        };
+        if let Some(open) = self.flow.tickets.get_mut(&ticket) {
+            (open.lease, open.region) = (Some(lease), Some(region));
+        }
+        let tenant = self.tenant_of(session);
+        for (at, block) in blocks.iter().enumerate() {
+            let part = Part { ticket, at };
+            let covered = self.table.find(namespace, &block.key).filter(|index| {
+                let held = self.clients.leases.get(&lease);
+                held.is_some_and(|held| {
+                    Some(held.tenant) == tenant && held.covers(self.table.reference(*index))
+                })
+            });
+            match covered {
+                None => self.finish(part, Outcome::Missed(MissReason::Lease)),
+                Some(index) if self.table.get(index).raw_bytes != shape.block_bytes => {
+                    self.finish(part, Outcome::Missed(MissReason::Layout));
+                }
+                Some(index) => self.load_block(index, part, region, block.place),
+            }
+        }
+        self.end_if_complete(ticket);
+        Reply::Ticket(ticket)
+    }
+
+    /// Starts the way of one block into a region, from wherever it is.
+    fn load_block(&mut self, index: u32, part: Part, region: RegionId, place: u32) {
+        let block = self.table.get(index);
+        match (block.host, block.nvme) {
+            (HostCopy::Resident { .. }, _) => {
+                self.start_scatter(index, part, region, place, Tier::Host);
+            }
+            (HostCopy::Filling { doomed: false, gathered, .. }, _) => {
+                let tier = if gathered { Tier::Host } else { Tier::Nvme };
+                self.flow.wait(index, Waiter::Load { part, region, place, tier });
+            }
+            (HostCopy::Absent, NvmeCopy::Resident(_)) if self.nvme_usable() => {
+                self.flow.wait(index, Waiter::Load { part, region, place, tier: Tier::Nvme });
+                self.queue_fetch(index, true);
+            }
+            _ => self.finish(part, Outcome::Missed(MissReason::Absent)),
+        }
+    }
+
+    fn start_scatter(&mut self, index: u32, part: Part, region: RegionId, place: u32, tier: Tier) {
+        let Some(slot) = self.table.get(index).host_slot() else {
+            return self.finish(part, Outcome::Missed(MissReason::Absent));
+        };
+        self.add_user(index);
+        if let Some(ticket) = self.flow.tickets.get_mut(&part.ticket) {
+            ticket.set_active(part.at);
+        }
+        let op = self.flow.start(Op::Scatter { block: index, slot, part, region, place, tier });
+        let block = self.table.get(index);
+        self.actions.push(Action::Scatter {
+            op,
+            slot,
+            namespace: block.namespace,
+            key: block.key,
+            raw_sum: block.raw_sum,
+            raw_bytes: block.raw_bytes,
+            region,
+            place,
+        });
+    }
+
+    pub(super) fn scattered(&mut self, op: OpId, result: Result<(), OpError>) {
+        let Some(Op::Scatter { block: index, slot, part, region, place, tier }) = self.take_op(op)
+        else {
+            return;
+        };
+        self.host.bytes_out += u64::from(self.table.get(index).raw_bytes);
+        match result {
+            Ok(()) => {
+                self.remove_user(index);
+                self.finish(part, Outcome::Loaded(tier));
+            }
+            Err(OpError::Checksum) => {
+                // The slot is bad. A copy on nvme may still be good.
+                if self.table.get(index).host_slot() == Some(slot) {
+                    self.counters.corrupt += 1;
+                    self.drop_host(index);
+                }
+                let again = matches!(self.table.get(index).nvme, NvmeCopy::Resident(_));
+                if !(again && self.nvme_usable()) {
+                    self.finish(part, Outcome::Missed(MissReason::Checksum));
+                    return self.remove_user(index);
+                }
+                self.remove_user(index);
+                if let Some(ticket) = self.flow.tickets.get_mut(&part.ticket) {
+                    ticket.set_waiting(part.at);
+                }
+                self.load_block(index, part, region, place);
+            }
+            Err(OpError::Region) => {
+                self.remove_user(index);
+                self.finish(part, Outcome::Missed(MissReason::Gone));
+            }
+            Err(OpError::Device | OpError::DeviceGone) => {
+                self.remove_user(index);
+                self.finish(part, Outcome::Missed(MissReason::Device));
+            }
+        }
+    }
+
+    pub(super) fn prefetch(&mut self, session: SessionId, prefix: &PrefixQuery) -> Reply {
+        let count = prefix.keys.len();
+        let ticket = match self.open_ticket(session, TicketKind::Prefetch, count) {
+            Ok(ticket) => ticket,
+            Err(reply) => return reply,
+        };
+        for (at, key) in prefix.keys.iter().enumerate() {
+            let part = Part { ticket, at };
+            let found = self.table.find(prefix.namespace, key);
+            match found.map(|index| (index, self.table.get(index))) {
+                Some((index, block)) => match (block.host, block.nvme) {
+                    (HostCopy::Resident { .. }, _) => self.finish(part, Outcome::Fetched),
+                    (HostCopy::Filling { doomed: false, .. }, _) => {
+                        self.flow.wait(index, Waiter::Prefetch { part });
+                    }
+                    (HostCopy::Absent, NvmeCopy::Resident(_)) if self.nvme_usable() => {
+                        self.flow.wait(index, Waiter::Prefetch { part });
+                        self.queue_fetch(index, false);
+                    }
+                    _ => self.finish(part, Outcome::Missed(MissReason::Absent)),
+                },
+                None => self.finish(part, Outcome::Missed(MissReason::Absent)),
+            }
+        }
+        self.end_if_complete(ticket);
+        Reply::Ticket(ticket)
+    }
+
+    /// Queues a read of the block. A block that waits in the lazy queue is moved by queueing it
+    /// again: the second turn finds nothing to do.
+    pub(super) fn queue_fetch(&mut self, index: u32, urgent: bool) {
+        self.table.get_mut(index).queued = true;
+        if urgent {
+            self.flow.urgent.push_back(index);
+        } else {
+            self.flow.lazy.push_back(index);
+        }
+    }
+
+    /// Starts queued reads as far as the limit on reads and the slots allow, urgent ones first.
+    pub(super) fn pump_fetches(&mut self) {
+        let limit = self.nvme.as_ref().map_or(0, |nvme| nvme.shape.reads_in_flight);
+        while self.flow.reads < limit {
+            let Some((index, urgent)) = self.next_fetch() else {
+                return;
+            };
+            let block = self.table.get(index);
+            let NvmeCopy::Resident(location) = block.nvme else {
+                continue;
+            };
+            let Some(slot) = self.take_slot(index) else {
+                if self.no_room(index, urgent) {
+                    return;
+                }
+                continue;
+            };
+            self.begin_fill(index, slot, false);
+            self.touch(index);
+            self.start_read(index, slot, location.segment, false);
+        }
+    }
+
+    /// The next block whose read somebody still wants.
+    fn next_fetch(&mut self) -> Option<(u32, bool)> {
+        loop {
+            let (index, urgent) = match self.flow.urgent.pop_front() {
+                Some(index) => (index, true),
+                None => (self.flow.lazy.pop_front()?, false),
+            };
+            if self.table.live(index).is_none() {
+                continue;
+            }
+            let wanted = self.flow.waiters.contains_key(&index) || self.table.get(index).reinsert;
+            self.table.get_mut(index).queued = false;
+            let block = self.table.get(index);
+            let readable = matches!(block.nvme, NvmeCopy::Resident(_)) && self.nvme_usable();
+            if wanted && readable && block.host == HostCopy::Absent {
+                return Some((index, urgent));
+            }
+            if block.host == HostCopy::Absent {
+                self.fail_waiters(index, MissReason::Absent);
+            }
+            self.table.remove_bare(index);
+        }
+    }
+
+    /// There is no slot for a read now. Waiting clients wait on; a prefetch is given up, and so is
+    /// a block that would only be written again, because reclaim must not wait for room; unless it
+    /// is leased or pinned. Says whether there is no point in going on.
+    fn no_room(&mut self, index: u32, urgent: bool) -> bool {
+        let block = self.table.get_mut(index);
+        if urgent || (block.reinsert && block.pins > 0) {
+            block.queued = true;
+            if urgent {
+                self.flow.urgent.push_front(index);
+            } else {
+                self.flow.lazy.push_back(index);
+            }
+            return true;
+        }
+        let reinsert = std::mem::take(&mut block.reinsert);
+        self.fail_waiters(index, MissReason::NoRoom);
+        if reinsert {
+            self.drop_nvme(index, false);
+            self.after_loss(index);
+        }
+        false
+    }
+
+    fn start_read(&mut self, index: u32, slot: SlotId, segment: u32, retry: bool) {
+        self.flow.reads += 1;
+        if let Some(nvme) = &mut self.nvme {
+            nvme.segments.get_mut(segment).readers += 1;
+        }
+        let op = self.flow.start(Op::Read { block: index, slot, segment, retry });
+        let descriptor = Box::new(self.descriptor(index));
+        let element = self.element_of(descriptor.namespace);
+        let urgent = self.flow.waiters.contains_key(&index);
+        self.actions.push(Action::Read { op, slot, descriptor, element, urgent });
+    }
+
+    pub(super) fn element_of(&self, namespace: NamespaceId) -> ElementType {
+        self.namespaces.get(&namespace).map_or(ElementType::Opaque, |info| info.element)
+    }
+
+    /// The descriptor of a block as it lies on nvme, or as it will lie in a slot.
+    pub(super) fn descriptor(&self, index: u32) -> Descriptor {
+        let block = self.table.get(index);
+        let parent = match block.parent {
+            super::table::NIL => crate::block::BlockKey::ROOT,
+            parent => self.table.get(parent).key,
+        };
+        let location = block.location();
+        let segment = location.map_or(0, |location| location.segment);
+        let sequence = match (&self.nvme, location) {
+            (Some(nvme), Some(_)) => nvme.segments.get(segment).sequence,
+            _ => 0,
+        };
+        Descriptor {
+            codec: location.map(|location| location.codec).unwrap_or_default(),
+            namespace: block.namespace,
+            generation: block.generation,
+            key: block.key,
+            parent,
+            position: block.position,
+            tokens: block.tokens,
+            raw_bytes: block.raw_bytes,
+            stored_bytes: location.map_or(block.raw_bytes, |location| location.stored_bytes),
+            raw_sum: block.raw_sum,
+            stored_sum: location.map_or(block.raw_sum, |location| location.stored_sum),
+            sequence: block.sequence,
+            segment,
+            segment_sequence: sequence,
+            offset: location.map_or(0, |location| location.offset),
+            created_s: block.created_s,
+            session: block.conversation,
+        }
+    }
+
+    pub(super) fn read_done(&mut self, op: OpId, result: Result<(), OpError>) {
+        let Some(Op::Read { block: index, slot, segment, retry }) = self.take_op(op) else {
+            return;
+        };
+        self.flow.reads -= 1;
+        if let Some(nvme) = &mut self.nvme {
+            nvme.segments.get_mut(segment).readers -= 1;
+        }
+        let HostCopy::Filling { doomed, .. } = self.table.get(index).host else {
+            return;
+        };
+        match result {
+            Ok(()) if !doomed => self.read_succeeded(index, slot),
+            Ok(()) => {
+                self.abort_fill(index);
+                self.after_loss(index);
+            }
+            Err(error) => self.read_failed(index, segment, retry || doomed, error),
+        }
+        self.settle_segment(segment);
+    }
+
+    fn read_succeeded(&mut self, index: u32, slot: SlotId) {
+        let bytes = u64::from(self.table.get(index).raw_bytes);
+        self.table.get_mut(index).host = HostCopy::Resident { slot, users: 0 };
+        self.host.bytes_in += bytes;
+        if let Some(nvme) = &mut self.nvme {
+            nvme.bytes_out += bytes;
+        }
+        let block = self.table.get_mut(index);
+        if std::mem::take(&mut block.reinsert) && matches!(block.nvme, NvmeCopy::Resident(_)) {
+            self.counters.reinserted += 1;
+            self.drop_nvme(index, false);
+        } else if !matches!(self.table.get(index).nvme, NvmeCopy::Resident(_)) {
+            // Its copy on nvme went while it was read (the tier was latched offline).
+            self.become_dirty(index);
+        }
+        self.wake(index);
+    }
+
+    /// A bad read is retried once, into another slot; then the copy is given up.
+    fn read_failed(&mut self, index: u32, segment: u32, last: bool, error: OpError) {
+        self.counters.read_failures += 1;
+        let readable = matches!(self.table.get(index).nvme, NvmeCopy::Resident(_));
+        if error == OpError::DeviceGone {
+            self.abort_fill(index);
+            self.take_nvme_offline(super::OfflineReason::DeviceGone);
+        } else if !last && readable {
+            let HostCopy::Filling { slot: old, .. } = self.table.get(index).host else {
+                return;
+            };
+            let class = self.class_of(self.table.get(index).raw_bytes);
+            let other = class.and_then(|class| self.host.slots.allocate(class, index));
+            let slot = match other {
+                Some(new) => {
+                    if let Some((slab, slot_bytes)) = new.bind {
+                        self.actions.push(Action::BindSlab { slab, slot_bytes });
+                    }
+                    self.host.slots.release(old);
+                    new.slot
+                }
+                None => old,
+            };
+            let filling = HostCopy::Filling { slot, gathered: false, doomed: false };
+            self.table.get_mut(index).host = filling;
+            self.start_read(index, slot, segment, true);
+            return;
+        } else {
+            self.abort_fill(index);
+            if error == OpError::Checksum {
+                self.counters.corrupt += 1;
+            }
+            self.table.get_mut(index).reinsert = false;
+            self.drop_nvme(index, true);
+            self.count_read_failure(segment);
+        }
+        let reason = match error {
+            OpError::Checksum => MissReason::Checksum,
+            _ => MissReason::Device,
+        };
+        self.fail_waiters(index, reason);
+        self.after_loss(index);
+    }
+
+    fn count_read_failure(&mut self, segment: u32) {
+        let Some(nvme) = &mut self.nvme else {
+            return;
+        };
+        let found = nvme.segments.get_mut(segment);
+        found.read_failures += 1;
+        if found.read_failures >= READ_FAILURES_MAX && found.state != SegmentState::Quarantined {
+            nvme.segments.quarantine(segment);
+            self.actions.push(Action::QuarantineSegment { segment });
+        }
+    }
+
+    /// The block is in host RAM now: whoever waited goes on.
+    pub(super) fn wake(&mut self, index: u32) {
+        for waiter in self.flow.waiters.remove(&index).unwrap_or_default() {
+            let part = match waiter {
+                Waiter::Load { part, .. }
+                | Waiter::Store { part, .. }
+                | Waiter::Prefetch { part } => part,
+            };
+            let waiting = self.flow.tickets.get(&part.ticket);
+            if !waiting.is_some_and(|ticket| ticket.is_waiting(part.at)) {
+                continue;
+            }
+            match waiter {
+                Waiter::Load { region, place, tier, .. } => {
+                    self.start_scatter(index, part, region, place, tier);
+                }
+                Waiter::Store { region, place, .. } => {
+                    self.start_compare(index, part, region, place);
+                }
+                Waiter::Prefetch { .. } => self.finish(part, Outcome::Fetched),
+            }
+        }
+    }
+}

@@ -1,0 +1,239 @@
+//! Lookups, leases, pins and touches.
+
+use super::Catalog;
+use super::request::{
+    LeaseId, Limit, LookupReply, PinId, PrefixQuery, Refusal, Reply, Run, RunState, SessionId, Tier,
+};
+use super::table::{BlockRef, HostCopy, NvmeCopy};
+use crate::block::{BlockKey, NamespaceId};
+
+impl Catalog {
+    /// Where a key can be loaded from. The answer for a key of another namespace is found by the
+    /// same steps as for one that does not exist.
+    fn available(&self, namespace: NamespaceId, key: &BlockKey) -> Option<(u32, Tier, RunState)> {
+        let index = self.table.find(namespace, key)?;
+        let block = self.table.get(index);
+        match (block.host, block.nvme) {
+            (HostCopy::Resident { .. }, _) => Some((index, Tier::Host, RunState::Ready)),
+            (HostCopy::Filling { doomed: false, gathered: true, .. }, _) => {
+                Some((index, Tier::Host, RunState::Pending))
+            }
+            (_, NvmeCopy::Resident(_)) if self.nvme_usable() => {
+                Some((index, Tier::Nvme, RunState::Ready))
+            }
+            _ => None,
+        }
+    }
+
+    /// The blocks of one prefix, as far as it is there.
+    fn resident_run(&self, prefix: &PrefixQuery) -> Vec<u32> {
+        let found = |key| self.available(prefix.namespace, key);
+        prefix.keys.iter().map_while(found).map(|(index, _, _)| index).collect()
+    }
+
+    pub(super) fn lookup(
+        &mut self,
+        session: SessionId,
+        prefixes: &[PrefixQuery],
+        lease_ms: u32,
+    ) -> Reply {
+        let keys = prefixes.first().map_or(0, |prefix| prefix.keys.len());
+        if prefixes.iter().any(|prefix| prefix.keys.len() != keys) {
+            return Reply::Refused(Refusal::UnequalPrefixes);
+        }
+        if keys.saturating_mul(prefixes.len()) > self.config.limits.keys_per_call {
+            return Reply::Refused(Refusal::TooManyKeys);
+        }
+        self.counters.lookups += 1;
+        self.counters.lookup_keys += keys as u64;
+        let mut reply = LookupReply::default();
+        let mut found: Vec<Vec<u32>> = vec![Vec::new(); prefixes.len()];
+        for at in 0..keys {
+            let each: Option<Vec<_>> = prefixes
+                .iter()
+                .map(|prefix| {
+                    prefix.keys.get(at).and_then(|key| self.available(prefix.namespace, key))
+                })
+                .collect();
+            let Some(each) = each else {
+                break;
+            };
+            let tier = each.iter().map(|(_, tier, _)| *tier).max().unwrap_or(Tier::Host);
+            let pending = each.iter().any(|(_, _, state)| *state == RunState::Pending);
+            let state = if pending { RunState::Pending } else { RunState::Ready };
+            push_run(&mut reply.runs, tier, state);
+            reply.blocks += 1;
+            for (list, (index, _, _)) in found.iter_mut().zip(each) {
+                list.push(index);
+            }
+        }
+        self.counters.lookup_hits += u64::from(reply.blocks);
+        if reply.blocks > 0
+            && lease_ms > 0
+            && let Err(busy) = self.grant_lease(session, &mut found, lease_ms, &mut reply)
+        {
+            return busy;
+        }
+        Reply::Lookup(reply)
+    }
+
+    fn grant_lease(
+        &mut self,
+        session: SessionId,
+        found: &mut [Vec<u32>],
+        lease_ms: u32,
+        reply: &mut LookupReply,
+    ) -> Result<(), Reply> {
+        let limits = self.config.limits;
+        let holder = self.clients.sessions.get(&session);
+        let Some(holder) = holder else {
+            return Err(Reply::Refused(Refusal::UnknownSession));
+        };
+        if holder.leases.len() >= limits.leases_per_session {
+            return Err(Reply::Busy(Limit::Leases));
+        }
+        let fits = self.pinnable(found);
+        if fits == 0 {
+            return Err(Reply::Busy(Limit::Pins));
+        }
+        if fits < reply.blocks as usize {
+            found.iter_mut().for_each(|list| list.truncate(fits));
+            cut_runs(reply, fits as u32);
+        }
+        let mut blocks = Vec::with_capacity(found.iter().map(Vec::len).sum());
+        for index in found.iter().flatten() {
+            blocks.push(self.pin(*index));
+            self.table.get_mut(*index).hits += 1;
+        }
+        for index in found.iter().flatten().rev() {
+            self.touch(*index);
+        }
+        reply.lease_ms = lease_ms.min(limits.lease_ms_max);
+        let expires = self.now.plus_ms(u64::from(reply.lease_ms));
+        reply.lease = self.clients.add_lease(session, expires, blocks);
+        Ok(())
+    }
+
+    /// Whether pinning these blocks too would stay within the part of the arena that may be pinned.
+    fn may_pin(&self, blocks: impl Iterator<Item = u32>) -> bool {
+        let new: u64 = blocks
+            .map(|index| self.table.get(index))
+            .filter(|block| block.pins == 0)
+            .map(|block| u64::from(block.raw_bytes))
+            .sum();
+        self.counters.pinned_bytes + new <= self.pinned_bytes_max()
+    }
+
+    fn pinned_bytes_max(&self) -> u64 {
+        let percent = u64::from(self.config.limits.pinned_percent);
+        self.config.host_bytes.saturating_mul(percent) / 100
+    }
+
+    /// How many blocks of a run, from the root on, can be pinned in all of the lists.
+    fn pinnable(&self, lists: &[Vec<u32>]) -> usize {
+        let mut bytes = self.counters.pinned_bytes;
+        let length = lists.first().map_or(0, Vec::len);
+        (0..length)
+            .take_while(|at| {
+                let each = lists.iter().filter_map(|list| list.get(*at));
+                let new = each.map(|index| self.table.get(*index)).filter(|block| block.pins == 0);
+                bytes += new.map(|block| u64::from(block.raw_bytes)).sum::<u64>();
+                bytes <= self.pinned_bytes_max()
+            })
+            .count()
+    }
+
+    /// Ends a lease; its blocks count as used now, leaves first.
+    pub(super) fn end_lease(&mut self, lease: LeaseId) -> bool {
+        let Some(lease) = self.clients.take_lease(lease) else {
+            return false;
+        };
+        self.touch_and_unpin(&lease.blocks);
+        true
+    }
+
+    fn touch_and_unpin(&mut self, blocks: &[BlockRef]) {
+        for block in blocks.iter().rev() {
+            if let Some(index) = self.table.resolve(*block) {
+                self.touch(index);
+            }
+            self.unpin_block(*block);
+        }
+    }
+
+    pub(super) fn release(&mut self, session: SessionId, lease: LeaseId) -> Reply {
+        let tenant = self.tenant_of(session);
+        let held = self.clients.leases.get(&lease).is_some_and(|held| Some(held.tenant) == tenant);
+        Reply::Count(u64::from(held && self.end_lease(lease)))
+    }
+
+    pub(super) fn touch_prefix(&mut self, prefix: &PrefixQuery) -> Reply {
+        if prefix.keys.len() > self.config.limits.keys_per_call {
+            return Reply::Refused(Refusal::TooManyKeys);
+        }
+        let found: Vec<u32> =
+            prefix.keys.iter().filter_map(|key| self.table.find(prefix.namespace, key)).collect();
+        for index in found.iter().rev() {
+            self.touch(*index);
+        }
+        Reply::Count(found.len() as u64)
+    }
+
+    pub(super) fn pin_prefix(
+        &mut self,
+        session: SessionId,
+        prefix: &PrefixQuery,
+        ttl_ms: u64,
+    ) -> Reply {
+        let limits = self.config.limits;
+        if prefix.keys.len() > limits.keys_per_call {
+            return Reply::Refused(Refusal::TooManyKeys);
+        }
+        let Some(tenant) = self.tenant_of(session) else {
+            return Reply::Refused(Refusal::UnknownSession);
+        };
+        let run = self.resident_run(prefix);
+        if self.clients.pins.len() >= limits.pins || !self.may_pin(run.iter().copied()) {
+            return Reply::Busy(Limit::Pins);
+        }
+        let blocks: Vec<BlockRef> = run.iter().map(|index| self.pin(*index)).collect();
+        let count = blocks.len() as u32;
+        let expires = self.now.plus_ms(ttl_ms.min(limits.pin_ms_max));
+        Reply::Pinned { pin: self.clients.add_pin(tenant, expires, blocks), blocks: count }
+    }
+
+    pub(super) fn unpin(&mut self, session: SessionId, pin: PinId) -> Reply {
+        let tenant = self.tenant_of(session);
+        match self.clients.pins.get(&pin) {
+            Some(held) if Some(held.tenant) == tenant => Reply::Count(self.end_pin(pin)),
+            _ => Reply::Refused(Refusal::UnknownPin),
+        }
+    }
+
+    pub(super) fn end_pin(&mut self, pin: PinId) -> u64 {
+        let Some(pin) = self.clients.pins.remove(&pin) else {
+            return 0;
+        };
+        self.touch_and_unpin(&pin.blocks);
+        pin.blocks.len() as u64
+    }
+}
+
+/// Shortens the answer to the first `blocks` blocks.
+fn cut_runs(reply: &mut LookupReply, blocks: u32) {
+    let mut left = blocks;
+    for run in &mut reply.runs {
+        run.blocks = run.blocks.min(left);
+        left -= run.blocks;
+    }
+    reply.runs.retain(|run| run.blocks > 0);
+    reply.blocks = blocks;
+}
+
+/// Appends one block to a list of runs.
+fn push_run(runs: &mut Vec<Run>, tier: Tier, state: RunState) {
+    match runs.last_mut() {
+        Some(run) if run.tier == tier && run.state == state => run.blocks += 1,
+        _ => runs.push(Run { blocks: 1, tier, state }),
+    }
+}

@@ -1,0 +1,284 @@
+//! The segments of the nvme tier: which is open, what is live in each, which to reclaim.
+//!
+//! Invariants: a segment is written only while open, from its start to its end; `live_bytes` is the
+//! sum over the blocks listed; a segment becomes clean only when no block, read or write names it.
+
+use std::collections::VecDeque;
+
+use super::event::NvmeShape;
+use super::table::NIL;
+use crate::block::page_ceil;
+use crate::segment::StoreGeometry;
+
+/// What a segment is good for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum SegmentState {
+    Clean,
+    Open,
+    Sealed,
+    Reclaiming,
+    Quarantined,
+}
+
+/// One segment.
+#[derive(Clone, Debug)]
+pub(crate) struct Segment {
+    pub(crate) state: SegmentState,
+    pub(crate) sequence: u64,
+    /// The block of each descriptor, or `NIL`.
+    pub(crate) blocks: Vec<u32>,
+    /// Where the next payload goes.
+    fill: u32,
+    pub(crate) live_bytes: u64,
+    /// Part of `live_bytes` that no lookup can reach.
+    pub(crate) orphan_bytes: u64,
+    pub(crate) readers: u32,
+    pub(crate) writers: u32,
+    /// Blocks in it that are leased or pinned.
+    pub(crate) pinned: u32,
+    pub(crate) read_failures: u32,
+    pub(crate) write_failed: bool,
+}
+
+/// A place for a payload.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Space {
+    pub(crate) segment: u32,
+    pub(crate) sequence: u64,
+    pub(crate) index: u32,
+    pub(crate) offset: u32,
+}
+
+/// What had to happen to make space.
+#[derive(Default, Debug)]
+pub(crate) struct Rolled {
+    pub(crate) sealed: Option<u32>,
+    pub(crate) opened: Option<(u32, u64)>,
+}
+
+/// All segments.
+pub(crate) struct Segments {
+    geometry: StoreGeometry,
+    segments: Vec<Segment>,
+    clean: VecDeque<u32>,
+    open: Option<u32>,
+    next_sequence: u64,
+    clean_target: usize,
+    pub(crate) reclaiming: Vec<u32>,
+}
+
+impl Segments {
+    pub(crate) fn new(shape: &NvmeShape) -> Segments {
+        let empty = Segment {
+            state: SegmentState::Clean,
+            sequence: 0,
+            blocks: Vec::new(),
+            fill: shape.geometry.payload_start(),
+            live_bytes: 0,
+            orphan_bytes: 0,
+            readers: 0,
+            writers: 0,
+            pinned: 0,
+            read_failures: 0,
+            write_failed: false,
+        };
+        let count = shape.geometry.segments;
+        let target = shape.clean_segments.min(count / 8).max(1);
+        let mut segments = Segments {
+            geometry: shape.geometry,
+            segments: vec![empty; count as usize],
+            clean: VecDeque::new(),
+            open: None,
+            next_sequence: (u64::from(shape.epoch) << 32) | 1,
+            clean_target: target as usize,
+            reclaiming: Vec::new(),
+        };
+        for bad in &shape.quarantined {
+            if let Some(segment) = segments.segments.get_mut(*bad as usize) {
+                segment.state = SegmentState::Quarantined;
+            }
+        }
+        segments.refill_clean();
+        segments
+    }
+
+    fn refill_clean(&mut self) {
+        let clean = |(_, segment): &(u32, &Segment)| segment.state == SegmentState::Clean;
+        self.clean = (0..).zip(&self.segments).filter(clean).map(|(at, _)| at).collect();
+    }
+
+    pub(crate) fn get(&self, segment: u32) -> &Segment {
+        self.segments.get(segment as usize).expect("segment numbers come from this table")
+    }
+
+    pub(crate) fn get_mut(&mut self, segment: u32) -> &mut Segment {
+        self.segments.get_mut(segment as usize).expect("segment numbers come from this table")
+    }
+
+    pub(crate) fn count(&self) -> u32 {
+        self.segments.len() as u32
+    }
+
+    /// Bytes of payload that all usable segments hold.
+    pub(crate) fn capacity_bytes(&self) -> u64 {
+        let usable = self.segments.iter().filter(|s| s.state != SegmentState::Quarantined).count();
+        usable as u64 * u64::from(self.geometry.payload_bytes())
+    }
+
+    pub(crate) fn live_bytes(&self) -> u64 {
+        self.segments.iter().map(|segment| segment.live_bytes).sum()
+    }
+
+    /// Takes over a segment found at recovery. `end` is where its last payload ends.
+    pub(crate) fn recover(&mut self, segment: u32, sequence: u64) {
+        if self.get(segment).state == SegmentState::Clean {
+            let found = self.get_mut(segment);
+            found.state = SegmentState::Sealed;
+            found.sequence = sequence;
+        }
+        self.clean.retain(|clean| *clean != segment);
+    }
+
+    /// Lists a block at its descriptor's index.
+    pub(crate) fn list(&mut self, segment: u32, index: u32, block: u32, stored_bytes: u32) {
+        let segment = self.get_mut(segment);
+        let at = index as usize;
+        if segment.blocks.len() <= at {
+            segment.blocks.resize(at + 1, NIL);
+        }
+        if let Some(entry) = segment.blocks.get_mut(at) {
+            *entry = block;
+        }
+        segment.live_bytes += page_ceil(u64::from(stored_bytes));
+    }
+
+    /// Takes a block off the list.
+    pub(crate) fn unlist(&mut self, segment: u32, index: u32, stored_bytes: u32) {
+        let segment = self.get_mut(segment);
+        if let Some(entry) = segment.blocks.get_mut(index as usize) {
+            *entry = NIL;
+        }
+        segment.live_bytes -= page_ceil(u64::from(stored_bytes));
+    }
+
+    /// Space for a payload, in the open segment or in a new one. `None`: no segment is clean.
+    pub(crate) fn allocate(&mut self, stored_bytes: u32) -> (Option<Space>, Rolled) {
+        let bytes = page_ceil(u64::from(stored_bytes)) as u32;
+        let mut rolled = Rolled::default();
+        if let Some(open) = self.open
+            && !self.fits(open, bytes)
+        {
+            rolled.sealed = self.seal(open);
+        }
+        if self.open.is_none() {
+            let Some(next) = self.clean.pop_front() else {
+                return (None, rolled);
+            };
+            let sequence = self.next_sequence;
+            self.next_sequence += 1;
+            let fill = self.geometry.payload_start();
+            let segment = self.get_mut(next);
+            *segment = Segment {
+                state: SegmentState::Open,
+                sequence,
+                fill,
+                blocks: Vec::new(),
+                write_failed: false,
+                read_failures: 0,
+                ..segment.clone()
+            };
+            self.open = Some(next);
+            rolled.opened = Some((next, sequence));
+        }
+        let Some(open) = self.open.filter(|open| self.fits(*open, bytes)) else {
+            return (None, rolled);
+        };
+        let segment = self.get_mut(open);
+        let index = segment.blocks.len() as u32;
+        let space =
+            Space { segment: open, sequence: segment.sequence, index, offset: segment.fill };
+        segment.fill += bytes;
+        segment.blocks.push(NIL);
+        (Some(space), rolled)
+    }
+
+    /// Whether [`Segments::allocate`] would find space now.
+    pub(crate) fn has_space(&self, stored_bytes: u32) -> bool {
+        let bytes = page_ceil(u64::from(stored_bytes)) as u32;
+        !self.clean.is_empty() || self.open.is_some_and(|open| self.fits(open, bytes))
+    }
+
+    fn fits(&self, segment: u32, bytes: u32) -> bool {
+        let found = self.get(segment);
+        found.fill.checked_add(bytes).is_some_and(|end| end <= self.geometry.segment_bytes)
+            && (found.blocks.len() as u32) < self.geometry.descriptors_per_segment()
+    }
+
+    /// The largest payload that fits into an empty segment.
+    pub(crate) fn payload_bytes_max(&self) -> u32 {
+        self.geometry.payload_bytes()
+    }
+
+    /// Nothing more goes into the segment.
+    pub(crate) fn seal(&mut self, segment: u32) -> Option<u32> {
+        if self.open != Some(segment) {
+            return None;
+        }
+        self.open = None;
+        self.get_mut(segment).state = SegmentState::Sealed;
+        Some(segment)
+    }
+
+    /// Takes the segment out of use for good.
+    pub(crate) fn quarantine(&mut self, segment: u32) {
+        if self.open == Some(segment) {
+            self.open = None;
+        }
+        self.clean.retain(|clean| *clean != segment);
+        self.reclaiming.retain(|other| *other != segment);
+        self.get_mut(segment).state = SegmentState::Quarantined;
+    }
+
+    pub(crate) fn quarantined(&self) -> u64 {
+        self.segments.iter().filter(|s| s.state == SegmentState::Quarantined).count() as u64
+    }
+
+    /// Whether the clean pool wants another segment.
+    pub(crate) fn wants_clean(&self) -> bool {
+        self.clean.len() + self.reclaiming.len() < self.clean_target
+    }
+
+    /// The segment to reclaim next: the one with the least live bytes if that is a fifth of its
+    /// payload or less, otherwise the oldest. Segments with pinned blocks are left alone.
+    pub(crate) fn begin_reclaim(&mut self) -> Option<u32> {
+        let usable = |segment: &Segment| {
+            segment.state == SegmentState::Sealed && segment.pinned == 0 && segment.writers == 0
+        };
+        let fifth = u64::from(self.geometry.payload_bytes()) / 5;
+        let live = |segment: &Segment| segment.live_bytes - segment.orphan_bytes;
+        let sealed = || (0u32..).zip(&self.segments).filter(|(_, segment)| usable(segment));
+        let dead = sealed()
+            .filter(|(_, segment)| live(segment) <= fifth)
+            .min_by_key(|(_, segment)| (live(segment), segment.sequence));
+        let (victim, _) = dead.or_else(|| sealed().min_by_key(|(_, segment)| segment.sequence))?;
+        self.get_mut(victim).state = SegmentState::Reclaiming;
+        self.reclaiming.push(victim);
+        Some(victim)
+    }
+
+    /// Makes a segment clean when nothing names it any more. Says whether it did.
+    pub(crate) fn settle(&mut self, segment: u32) -> bool {
+        let found = self.get_mut(segment);
+        let done = found.state == SegmentState::Reclaiming
+            && found.readers == 0
+            && found.writers == 0
+            && found.live_bytes == 0;
+        if done {
+            found.state = SegmentState::Clean;
+            found.blocks = Vec::new();
+            self.reclaiming.retain(|other| *other != segment);
+            self.clean.push_back(segment);
+        }
+        done
+    }
+}

@@ -1,0 +1,402 @@
+//! Write-down of dirty blocks to nvme, and reclaim of segments.
+
+use super::Catalog;
+use super::event::{Action, OpError, OpId};
+use super::flow::Op;
+use super::request::{OfflineReason, Reply};
+use super::segments::{SegmentState, Space};
+use super::table::{HostCopy, Location, NIL, NvmeCopy};
+use crate::block::{Codec, Sum128, page_ceil};
+use crate::catalog::copies::slot_bytes;
+
+/// Segments that may fail one after the other, with no write in between that succeeds, before the
+/// tier is taken to be broken.
+const FAILED_IN_A_ROW_MAX: u32 = 2;
+
+impl Catalog {
+    /// Starts writes while too little of the arena is free or clean, while nobody asks for
+    /// anything, or while draining; as far as the bytes in flight allow.
+    pub(super) fn pump_writes(&mut self) {
+        let Some(nvme) = &self.nvme else {
+            return;
+        };
+        let limit = nvme.shape.write_bytes_in_flight;
+        while self.nvme_usable() && self.wants_write_down() {
+            let next = match self.drain {
+                Some(_) => self.host.dirty.front(),
+                None => self.host.dirty.back(),
+            };
+            let Some(index) = next else {
+                return;
+            };
+            let bytes = slot_bytes(self.table.get(index));
+            if self.flow.write_bytes > 0 && self.flow.write_bytes + bytes > limit {
+                return;
+            }
+            if !self.start_write(index) {
+                return;
+            }
+        }
+    }
+
+    fn wants_write_down(&self) -> bool {
+        let capacity = self.host.slots.capacity_bytes();
+        let dirty_max = capacity - capacity / 100 * u64::from(self.config.clean_percent);
+        let idle_us = self.config.idle_ms * 1000;
+        let idle = idle_us > 0 && self.now.0.saturating_sub(self.last_demand.0) >= idle_us;
+        self.drain.is_some() || idle || self.host.dirty_bytes > dirty_max
+    }
+
+    fn start_write(&mut self, index: u32) -> bool {
+        let block = self.table.get(index);
+        let HostCopy::Resident { slot, .. } = block.host else {
+            return false;
+        };
+        let (raw_bytes, raw_sum) = (block.raw_bytes, block.raw_sum);
+        let bytes = slot_bytes(block);
+        let info = self.namespaces.get(&block.namespace).copied();
+        let codec = info.map_or(Codec::Raw, |info| info.codec);
+        let element = self.element_of(block.namespace);
+        if codec != Codec::Raw && element.is_16_bit() {
+            if !self.nvme.as_ref().is_some_and(|nvme| nvme.segments.has_space(raw_bytes)) {
+                return false;
+            }
+            self.begin_writing(index, bytes);
+            let op = self.flow.start(Op::Encode { block: index, bytes });
+            self.actions.push(Action::Encode { op, slot, raw_bytes, codec, element });
+            return true;
+        }
+        let Some(space) = self.take_space(raw_bytes) else {
+            return false;
+        };
+        self.begin_writing(index, bytes);
+        let location = location(space, raw_bytes, Codec::Raw, raw_sum);
+        self.send_write(index, location, space.sequence, bytes, None);
+        true
+    }
+
+    fn begin_writing(&mut self, index: u32, bytes: u64) {
+        self.host.dirty.remove(index);
+        self.table.get_mut(index).nvme = NvmeCopy::Writing { doomed: false };
+        self.add_user(index);
+        self.flow.write_bytes += bytes;
+    }
+
+    fn take_space(&mut self, stored_bytes: u32) -> Option<Space> {
+        let (space, rolled) = self.nvme.as_mut()?.segments.allocate(stored_bytes);
+        if let Some(segment) = rolled.sealed {
+            self.actions.push(Action::SealSegment { segment });
+        }
+        if let Some((segment, sequence)) = rolled.opened {
+            self.actions.push(Action::OpenSegment { segment, sequence });
+        }
+        space
+    }
+
+    /// `encoded`: the operation whose encoded bytes are to be written instead of the slot's.
+    fn send_write(
+        &mut self,
+        index: u32,
+        location: Location,
+        sequence: u64,
+        bytes: u64,
+        encoded: Option<OpId>,
+    ) {
+        let write = Op::Write { block: index, location, bytes };
+        let op = match encoded {
+            Some(op) => {
+                self.flow.ops.insert(op, write);
+                op
+            }
+            None => self.flow.start(write),
+        };
+        if let Some(nvme) = &mut self.nvme {
+            nvme.segments.get_mut(location.segment).writers += 1;
+        }
+        let mut descriptor = Box::new(self.descriptor(index));
+        descriptor.codec = location.codec;
+        descriptor.stored_bytes = location.stored_bytes;
+        descriptor.stored_sum = location.stored_sum;
+        descriptor.segment = location.segment;
+        descriptor.segment_sequence = sequence;
+        descriptor.offset = location.offset;
+        let slot = match self.table.get(index).host {
+            HostCopy::Resident { slot, .. } | HostCopy::Draining { slot, .. } => Some(slot),
+            HostCopy::Absent | HostCopy::Filling { .. } => None,
+        };
+        let slot = slot.filter(|_| encoded.is_none());
+        self.actions.push(Action::Write { op, slot, index: location.index, descriptor });
+    }
+
+    pub(super) fn encoded(&mut self, op: OpId, result: Option<(u32, Sum128)>) {
+        let Some(Op::Encode { block: index, bytes }) = self.take_op(op) else {
+            return;
+        };
+        let block = self.table.get(index);
+        let (raw_bytes, raw_sum) = (block.raw_bytes, block.raw_sum);
+        let wanted = block.nvme == NvmeCopy::Writing { doomed: false } && self.nvme_usable();
+        let space = match result {
+            _ if !wanted => None,
+            Some((stored_bytes, _)) => self.take_space(stored_bytes),
+            None => self.take_space(raw_bytes),
+        };
+        match (space, result) {
+            (Some(space), Some((stored_bytes, stored_sum))) => {
+                let location = location(space, stored_bytes, Codec::Lz4, stored_sum);
+                self.send_write(index, location, space.sequence, bytes, Some(op));
+            }
+            (Some(space), None) => {
+                let location = location(space, raw_bytes, Codec::Raw, raw_sum);
+                self.send_write(index, location, space.sequence, bytes, None);
+            }
+            (None, encoded) => {
+                if encoded.is_some() {
+                    self.actions.push(Action::DropEncoded { op });
+                }
+                self.writing_ended(index, bytes, None);
+            }
+        }
+    }
+
+    pub(super) fn written(&mut self, op: OpId, result: Result<(), OpError>) {
+        let Some(Op::Write { block: index, location, bytes }) = self.take_op(op) else {
+            return;
+        };
+        let doomed = self.table.get(index).nvme == NvmeCopy::Writing { doomed: true };
+        let mut sequence = 0;
+        if let Some(nvme) = &mut self.nvme {
+            nvme.segments.get_mut(location.segment).writers -= 1;
+            sequence = nvme.segments.get(location.segment).sequence;
+            if result.is_ok() {
+                nvme.failed_in_a_row = 0;
+                nvme.bytes_in += u64::from(location.stored_bytes);
+                nvme.blocks_written += 1;
+            }
+        }
+        match result {
+            Ok(()) if doomed || !self.nvme_usable() => {
+                let Location { segment, index: at, .. } = location;
+                self.actions.push(Action::EraseDescriptor { segment, sequence, index: at });
+                self.writing_ended(index, bytes, None);
+            }
+            Ok(()) => self.writing_ended(index, bytes, Some(location)),
+            Err(error) => {
+                self.counters.write_failures += 1;
+                self.writing_ended(index, bytes, None);
+                self.segment_failed(location.segment, error);
+            }
+        }
+        self.settle_segment(location.segment);
+    }
+
+    /// A write ended: the block has a copy there, or is dirty as before (unless it is gone).
+    fn writing_ended(&mut self, index: u32, bytes: u64, location: Option<Location>) {
+        self.flow.write_bytes -= bytes;
+        let block = self.table.get_mut(index);
+        let doomed = block.nvme == NvmeCopy::Writing { doomed: true };
+        block.nvme = NvmeCopy::Absent;
+        match location {
+            Some(location) => {
+                block.nvme = NvmeCopy::Resident(location);
+                block.hits_written = block.hits;
+                let (pinned, orphan) = (block.pins > 0, block.orphan);
+                self.host.dirty_bytes -= bytes;
+                self.list_on_nvme(index, location, pinned, orphan);
+            }
+            None if !doomed => self.host.dirty.push_front(index),
+            None => {}
+        }
+        self.remove_user(index);
+        self.after_loss(index);
+    }
+
+    fn list_on_nvme(&mut self, index: u32, location: Location, pinned: bool, orphan: bool) {
+        if let Some(nvme) = &mut self.nvme {
+            nvme.blocks += 1;
+            nvme.segments.list(location.segment, location.index, index, location.stored_bytes);
+            let segment = nvme.segments.get_mut(location.segment);
+            segment.pinned += u32::from(pinned);
+            if orphan {
+                segment.orphan_bytes += page_ceil(u64::from(location.stored_bytes));
+            }
+        }
+    }
+
+    /// A segment that cannot be written is sealed; two in a row and the tier is off.
+    pub(super) fn segment_failed(&mut self, segment: u32, error: OpError) {
+        if !self.nvme_usable() {
+            return;
+        }
+        if error == OpError::DeviceGone {
+            return self.take_nvme_offline(OfflineReason::DeviceGone);
+        }
+        let Some(nvme) = &mut self.nvme else {
+            return;
+        };
+        let found = nvme.segments.get_mut(segment);
+        if !std::mem::replace(&mut found.write_failed, true) {
+            nvme.failed_in_a_row += 1;
+        }
+        if nvme.segments.seal(segment).is_some() {
+            self.actions.push(Action::SealSegment { segment });
+        }
+        if nvme.failed_in_a_row >= FAILED_IN_A_ROW_MAX {
+            self.take_nvme_offline(OfflineReason::TooManyFailures);
+        }
+    }
+
+    /// The tier is off until the next start. Its copies are out of reach now; host RAM goes on.
+    pub(super) fn take_nvme_offline(&mut self, reason: OfflineReason) {
+        let Some(nvme) = &mut self.nvme else {
+            return;
+        };
+        if nvme.offline.is_some() {
+            return;
+        }
+        nvme.offline = Some(reason);
+        self.actions.push(Action::TierOffline { reason });
+        for segment in 0..self.nvme.as_ref().map_or(0, |nvme| nvme.segments.count()) {
+            for index in self.blocks_in(segment) {
+                self.drop_nvme(index, false);
+                self.after_loss(index);
+            }
+        }
+    }
+
+    fn blocks_in(&self, segment: u32) -> Vec<u32> {
+        let blocks = self.nvme.as_ref().map(|nvme| &nvme.segments.get(segment).blocks);
+        blocks.into_iter().flatten().copied().filter(|index| *index != NIL).collect()
+    }
+
+    /// Keeps a few clean segments ahead of the writes.
+    pub(super) fn pump_reclaim(&mut self) {
+        while self.nvme_usable() && self.nvme.as_ref().is_some_and(|n| n.segments.wants_clean()) {
+            let Some(victim) = self.nvme.as_mut().and_then(|nvme| nvme.segments.begin_reclaim())
+            else {
+                return;
+            };
+            self.reclaim(victim);
+            self.pump_fetches();
+        }
+    }
+
+    /// Empties a segment. What is in host RAM too becomes dirty there; what was hit since it was
+    /// written is read back and written again, up to a part of the segment; the rest is evicted.
+    fn reclaim(&mut self, victim: u32) {
+        let Some(nvme) = &self.nvme else {
+            return;
+        };
+        let payload = u64::from(nvme.segments.payload_bytes_max());
+        let mut budget = payload / 100 * u64::from(nvme.shape.reinsert_percent);
+        for index in self.blocks_in(victim) {
+            let block = self.table.get(index);
+            let bytes = slot_bytes(block);
+            let hit = !block.orphan && block.hits > block.hits_written;
+            match block.host {
+                HostCopy::Filling { .. } => self.table.get_mut(index).reinsert = true,
+                HostCopy::Absent if hit && bytes <= budget => {
+                    budget -= bytes;
+                    self.table.get_mut(index).reinsert = true;
+                    self.queue_fetch(index, false);
+                }
+                _ => {
+                    if let Some(nvme) = &mut self.nvme {
+                        nvme.evicted += 1;
+                    }
+                    self.drop_nvme(index, false);
+                    self.after_loss(index);
+                }
+            }
+        }
+        self.settle_segment(victim);
+    }
+
+    pub(super) fn settle_segment(&mut self, segment: u32) {
+        if self.nvme.as_mut().is_some_and(|nvme| nvme.segments.settle(segment)) {
+            self.counters.segments_reclaimed += 1;
+        }
+    }
+
+    /// Answers a drain once nothing is left to write, or nothing can be written.
+    pub(super) fn answer_drain(&mut self) {
+        let idle = self.flow.write_bytes == 0 && self.host.dirty.len() == 0;
+        if !idle && self.nvme_usable() {
+            return;
+        }
+        let written = self.nvme.as_ref().map_or(0, |nvme| nvme.blocks_written);
+        let lost = self.host.dirty.len() as u64;
+        let Some(drain) = &mut self.drain else {
+            return;
+        };
+        let blocks_written = written - drain.written_before;
+        for ask in std::mem::take(&mut drain.asks) {
+            let reply = Reply::Drained { blocks_written, blocks_lost: lost };
+            self.actions.push(Action::Answer { ask, reply });
+        }
+    }
+
+    /// Takes over what recovery found in one segment. Called before any event.
+    pub fn recover(
+        &mut self,
+        segment: u32,
+        sequence: u64,
+        descriptors: &[(u32, crate::block::Descriptor)],
+    ) {
+        let Some(nvme) = &mut self.nvme else {
+            return;
+        };
+        nvme.segments.recover(segment, sequence);
+        if nvme.segments.get(segment).state == SegmentState::Clean {
+            return;
+        }
+        for (at, found) in descriptors {
+            self.recover_block(segment, *at, found);
+        }
+    }
+
+    fn recover_block(&mut self, segment: u32, at: u32, found: &crate::block::Descriptor) {
+        let new = super::table::NewBlock {
+            namespace: found.namespace,
+            generation: found.generation,
+            key: found.key,
+            parent: found.parent,
+            position: found.position,
+            tokens: found.tokens,
+            raw_bytes: found.raw_bytes,
+        };
+        let index = self.table.find_or_insert(&new);
+        if !self.table.get(index).is_ghost() {
+            return;
+        }
+        self.table.learn_parent(index, &new);
+        let block = self.table.get_mut(index);
+        block.raw_bytes = found.raw_bytes;
+        block.generation = found.generation;
+        block.position = found.position;
+        block.tokens = found.tokens;
+        block.raw_sum = found.raw_sum;
+        block.created_s = found.created_s;
+        block.conversation = found.session;
+        block.sequence = found.sequence;
+        let location = Location {
+            segment,
+            index: at,
+            offset: found.offset,
+            stored_bytes: found.stored_bytes,
+            codec: found.codec,
+            stored_sum: found.stored_sum,
+        };
+        block.nvme = NvmeCopy::Resident(location);
+        let orphan = block.orphan;
+        self.list_on_nvme(index, location, false, orphan);
+        if !orphan {
+            self.mark_below(index, false);
+        }
+        self.counters.next_sequence = self.counters.next_sequence.max(found.sequence);
+    }
+}
+
+fn location(space: Space, stored_bytes: u32, codec: Codec, stored_sum: Sum128) -> Location {
+    let Space { segment, index, offset, .. } = space;
+    Location { segment, index, offset, stored_bytes, codec, stored_sum }
+}

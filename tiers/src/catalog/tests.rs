@@ -1,0 +1,631 @@
+//! The catalog against a small edge that carries actions out late, out of order, and with faults.
+
+use std::collections::HashMap;
+
+use proptest::prelude::*;
+
+use super::table::{HostCopy, NvmeCopy};
+use super::*;
+use crate::block::{Codec, ElementType, Sum128};
+use crate::segment::StoreGeometry;
+
+const BLOCK: u32 = 4096;
+const NAMESPACE: NamespaceId = NamespaceId(1);
+
+fn geometry() -> StoreGeometry {
+    StoreGeometry { segment_bytes: 1 << 20, segments: 8, descriptor_pages: 1 }
+}
+
+fn config(host_blocks: u64, nvme: bool) -> CatalogConfig {
+    CatalogConfig {
+        host_bytes: host_blocks * u64::from(BLOCK),
+        slab_bytes: BLOCK * 4,
+        host_policy: || Box::new(Lru::default()),
+        nvme: nvme.then(|| NvmeShape {
+            geometry: geometry(),
+            epoch: 1,
+            quarantined: vec![],
+            write_bytes_in_flight: 4 * u64::from(BLOCK),
+            reads_in_flight: 4,
+            clean_segments: 2,
+            reinsert_percent: 25,
+        }),
+        limits: Limits::default(),
+        clean_percent: 25,
+        idle_ms: 0,
+        touch_ancestors: true,
+        epoch_s: 1000,
+        hash_seed: 1,
+    }
+}
+
+fn key(chain: u32, position: u32) -> BlockKey {
+    let mut bytes = [0; 32];
+    bytes[0] = 1;
+    bytes[1..5].copy_from_slice(&chain.to_le_bytes());
+    bytes[5..9].copy_from_slice(&position.to_le_bytes());
+    BlockKey(bytes)
+}
+
+fn chain(chain: u32, blocks: u32) -> Vec<BlockKey> {
+    (0..blocks).map(|at| key(chain, at)).collect()
+}
+
+fn sum(key: &BlockKey) -> Sum128 {
+    Sum128::of(&key.0)
+}
+
+/// Carries actions out. `delay`: completions wait until [`Edge::complete`] picks them.
+struct Edge {
+    catalog: Catalog,
+    now: u64,
+    waiting: Vec<Event>,
+    answers: HashMap<AskId, Reply>,
+    ended: HashMap<TicketId, Vec<Outcome>>,
+    next_ask: u64,
+    /// Number of the session and of its region.
+    connection: u64,
+    /// Contents of the region, by place.
+    region: HashMap<u32, BlockKey>,
+    delay: bool,
+    fail: Option<OpError>,
+    writes: u64,
+}
+
+impl Edge {
+    fn new(config: CatalogConfig) -> Edge {
+        let mut edge = Edge {
+            catalog: Catalog::new(config),
+            now: 0,
+            waiting: vec![],
+            answers: HashMap::new(),
+            ended: HashMap::new(),
+            next_ask: 0,
+            connection: 0,
+            region: HashMap::new(),
+            delay: false,
+            fail: None,
+            writes: 0,
+        };
+        let info = NamespaceInfo {
+            id: NAMESPACE,
+            generation: 1,
+            tenant: TenantId(1),
+            codec: Codec::Raw,
+            element: ElementType::Bf16,
+        };
+        edge.event(Event::Namespace(info));
+        edge.connect();
+        edge
+    }
+
+    fn connect(&mut self) {
+        self.connection += 1;
+        let (session, region) = (self.session(), self.region_id());
+        self.event(Event::SessionOpened { session, tenant: TenantId(1) });
+        self.event(Event::RegionOpened { session, region, places: 64, block_bytes: BLOCK });
+    }
+
+    fn session(&self) -> SessionId {
+        SessionId(self.connection)
+    }
+
+    fn region_id(&self) -> RegionId {
+        RegionId(self.connection)
+    }
+
+    fn event(&mut self, event: Event) {
+        self.now += 1;
+        for action in self.catalog.apply(Timestamp(self.now), event) {
+            self.carry_out(action);
+        }
+        while !self.delay && !self.waiting.is_empty() {
+            self.complete(0);
+        }
+    }
+
+    fn complete(&mut self, pick: usize) {
+        if !self.waiting.is_empty() {
+            let event = self.waiting.remove(pick % self.waiting.len());
+            self.event(event);
+        }
+    }
+
+    fn carry_out(&mut self, action: Action) {
+        let failed = self.fail;
+        let result = move || failed.map_or(Ok(()), Err);
+        let event = match action {
+            Action::Answer { ask, reply } => {
+                assert!(self.answers.insert(ask, reply).is_none(), "answered twice");
+                return;
+            }
+            Action::EndTicket { ticket, outcomes, .. } => {
+                assert!(self.ended.insert(ticket, outcomes).is_none(), "ended twice");
+                return;
+            }
+            Action::Gather { op, descriptor, .. } => {
+                Event::Gathered { op, result: result().map(|()| sum(&descriptor.key)) }
+            }
+            Action::Compare { op, place, .. } => {
+                let held = self.region.get(&place).copied().unwrap_or_default();
+                Event::Compared { op, result: result().map(|()| sum(&held)) }
+            }
+            Action::Scatter { op, key, raw_sum, .. } => {
+                assert_eq!(raw_sum, sum(&key), "the checksum of another block");
+                Event::Scattered { op, result: result() }
+            }
+            Action::Read { op, descriptor, .. } => {
+                assert_eq!(descriptor.stored_sum, sum(&descriptor.key));
+                Event::Read { op, result: result() }
+            }
+            Action::Write { op, .. } => {
+                self.writes += 1;
+                Event::Written { op, result: result() }
+            }
+            Action::OpenSegment { segment, .. } => Event::SegmentOpened { segment, result: Ok(()) },
+            Action::Encode { op, .. } => Event::Encoded { op, result: None },
+            _ => return,
+        };
+        self.waiting.push(event);
+    }
+
+    fn ask(&mut self, request: Request) -> Option<Reply> {
+        self.next_ask += 1;
+        let ask = AskId(self.next_ask);
+        self.event(Event::Asked { ask, session: self.session(), request });
+        self.answers.get(&ask).cloned()
+    }
+
+    fn lookup(&mut self, keys: Vec<BlockKey>, lease_ms: u32) -> LookupReply {
+        let prefixes = vec![PrefixQuery { namespace: NAMESPACE, keys }];
+        match self.ask(Request::Lookup { prefixes, lease_ms }) {
+            Some(Reply::Lookup(reply)) => reply,
+            Some(Reply::Busy(_)) => LookupReply::default(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn store(&mut self, keys: &[BlockKey], from: usize) -> Option<TicketId> {
+        let mut blocks = vec![];
+        for (at, key) in keys.iter().enumerate().skip(from) {
+            let place = (at % 64) as u32;
+            self.region.insert(place, *key);
+            let parent = if at == 0 { BlockKey::ROOT } else { keys[at - 1] };
+            blocks.push(StoreBlock { key: *key, parent, position: at as u32, tokens: 16, place });
+        }
+        let request = Request::Store {
+            namespace: NAMESPACE,
+            conversation: 7,
+            region: self.region_id(),
+            blocks,
+        };
+        match self.ask(request) {
+            Some(Reply::Ticket(ticket)) => Some(ticket),
+            _ => None,
+        }
+    }
+
+    fn load(&mut self, keys: &[BlockKey], lease: LeaseId) -> Option<TicketId> {
+        let place = |at: usize| (at % 64) as u32;
+        let blocks =
+            keys.iter().enumerate().map(|(at, key)| LoadBlock { key: *key, place: place(at) });
+        let blocks = blocks.collect();
+        let request =
+            Request::Load { lease, namespace: NAMESPACE, region: self.region_id(), blocks };
+        match self.ask(request) {
+            Some(Reply::Ticket(ticket)) => Some(ticket),
+            _ => None,
+        }
+    }
+
+    fn outcomes(&self, ticket: Option<TicketId>) -> &[Outcome] {
+        &self.ended[&ticket.expect("a ticket")]
+    }
+
+    fn stats(&mut self) -> CatalogStats {
+        self.catalog.stats()
+    }
+}
+
+impl Catalog {
+    /// What must hold between any two events.
+    fn check(&mut self) {
+        for index in 0..self.table.index_end() {
+            let host = self.table.get(index).host;
+            let held = matches!(host, HostCopy::Filling { .. } | HostCopy::Resident { .. })
+                && self.table.live(index).is_some();
+            let listed = self.host.listed(index);
+            assert_eq!(held, listed, "policy and table disagree on block {index}: {host:?}");
+        }
+        let (mut slots, mut nvme, mut dirty) = (0, 0, 0);
+        let mut live = vec![0u64; self.nvme.as_ref().map_or(0, |n| n.segments.count() as usize)];
+        let mut pinned = vec![0u32; live.len()];
+        let mut orphans = vec![0u64; live.len()];
+        for index in 0..self.table.index_end() {
+            let Some(block) = self.table.live(index) else {
+                continue;
+            };
+            slots += u64::from(block.host != HostCopy::Absent);
+            if let NvmeCopy::Resident(location) = block.nvme {
+                nvme += 1;
+                let at = location.segment as usize;
+                live[at] += u64::from(location.stored_bytes);
+                pinned[at] += u32::from(block.pins > 0);
+                orphans[at] += if block.orphan { u64::from(location.stored_bytes) } else { 0 };
+            } else if matches!(block.host, HostCopy::Resident { .. }) {
+                dirty += u64::from(BLOCK);
+            }
+            let parent = block.parent;
+            if parent != super::table::NIL {
+                let above = self.table.get(parent);
+                assert_eq!(block.orphan, above.orphan || above.is_ghost(), "orphan mark");
+            }
+            if block.is_ghost() {
+                let why = self.table.has_children(index) || block.pins > 0 || block.queued;
+                assert!(why, "a bare ghost stays");
+            }
+        }
+        assert_eq!(slots, self.host.slots.used_slots(), "slots leak");
+        assert_eq!(dirty, self.host.dirty_bytes, "dirty bytes");
+        if let Some(tier) = &self.nvme {
+            assert_eq!(nvme, tier.blocks, "nvme blocks");
+            for (at, bytes) in live.iter().enumerate() {
+                let segment = tier.segments.get(at as u32);
+                assert_eq!(*bytes, segment.live_bytes, "live bytes of segment {at}");
+                assert_eq!(pinned[at], segment.pinned, "pinned blocks of segment {at}");
+                assert_eq!(orphans[at], segment.orphan_bytes, "orphans of segment {at}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_was_stored_is_found_and_loaded() {
+    let mut edge = Edge::new(config(64, true));
+    let keys = chain(1, 10);
+    assert_eq!(edge.lookup(keys.clone(), 1000), LookupReply::default());
+    let ticket = edge.store(&keys, 0);
+    assert_eq!(edge.outcomes(ticket), [Outcome::Stored; 10]);
+    let found = edge.lookup(keys.clone(), 1000);
+    let run = Run { blocks: 10, tier: Tier::Host, state: RunState::Ready };
+    assert_eq!((found.blocks, found.runs.as_slice()), (10, [run].as_slice()));
+    let ticket = edge.load(&keys, found.lease.unwrap());
+    assert_eq!(edge.outcomes(ticket), [Outcome::Loaded(Tier::Host); 10]);
+    edge.catalog.check();
+}
+
+#[test]
+fn a_full_arena_spills_and_loads_come_back_from_nvme() {
+    let mut edge = Edge::new(config(40, true));
+    for number in 0..8 {
+        let ticket = edge.store(&chain(number, 10), 0);
+        assert_eq!(edge.outcomes(ticket), [Outcome::Stored; 10], "chain {number}");
+        edge.catalog.check();
+    }
+    let keys = chain(0, 10);
+    let found = edge.lookup(keys.clone(), 1000);
+    assert_eq!(found.runs, [Run { blocks: 10, tier: Tier::Nvme, state: RunState::Ready }]);
+    let writes = edge.writes;
+    let ticket = edge.load(&keys, found.lease.unwrap());
+    assert_eq!(edge.outcomes(ticket), [Outcome::Loaded(Tier::Nvme); 10]);
+    assert!(edge.writes - writes <= 10, "clean copies are not written again");
+    edge.catalog.check();
+}
+
+#[test]
+fn the_first_writer_wins_and_a_mismatch_is_counted() {
+    let mut edge = Edge::new(config(16, false));
+    let keys = chain(1, 1);
+    edge.store(&keys, 0);
+    let ticket = edge.store(&keys, 0);
+    assert_eq!(edge.outcomes(ticket), [Outcome::Present]);
+    // Other bytes under the same key.
+    edge.region.insert(5, key(9, 9));
+    let block =
+        StoreBlock { key: keys[0], parent: BlockKey::ROOT, position: 0, tokens: 1, place: 5 };
+    let request = Request::Store {
+        namespace: NAMESPACE,
+        conversation: 0,
+        region: edge.region_id(),
+        blocks: vec![block],
+    };
+    let Some(Reply::Ticket(ticket)) = edge.ask(request) else { panic!("no ticket") };
+    assert_eq!(edge.outcomes(Some(ticket)), [Outcome::Rejected(RejectReason::Mismatch)]);
+    assert_eq!(edge.stats().rejected, [(RejectReason::Mismatch, 1)]);
+}
+
+#[test]
+fn a_key_reported_bad_is_gone_and_refused() {
+    let mut edge = Edge::new(config(16, false));
+    let keys = chain(1, 3);
+    edge.store(&keys, 0);
+    edge.ask(Request::ReportBad { namespace: NAMESPACE, keys: vec![keys[1]] });
+    assert_eq!(edge.lookup(keys.clone(), 0).blocks, 1);
+    let ticket = edge.store(&keys, 1);
+    let expected = [Outcome::Rejected(RejectReason::Quarantined), Outcome::Present];
+    assert_eq!(edge.outcomes(ticket), expected);
+    edge.catalog.check();
+}
+
+#[test]
+fn a_block_of_another_namespace_is_absent() {
+    let mut edge = Edge::new(config(16, false));
+    let keys = chain(1, 3);
+    edge.store(&keys, 0);
+    let prefixes = vec![PrefixQuery { namespace: NamespaceId(2), keys }];
+    let reply = edge.ask(Request::Lookup { prefixes, lease_ms: 1000 });
+    assert!(matches!(reply, Some(Reply::Lookup(found)) if found == LookupReply::default()));
+}
+
+#[test]
+fn the_run_is_what_all_prefixes_have() {
+    let mut edge = Edge::new(config(32, false));
+    edge.store(&chain(1, 8), 0);
+    edge.store(&chain(2, 5), 0);
+    let prefix = |number| PrefixQuery { namespace: NAMESPACE, keys: chain(number, 8) };
+    let request = Request::Lookup { prefixes: vec![prefix(1), prefix(2)], lease_ms: 0 };
+    assert!(matches!(edge.ask(request), Some(Reply::Lookup(found)) if found.blocks == 5));
+}
+
+#[test]
+fn a_lease_that_ends_in_mid_load_makes_it_a_miss() {
+    let mut edge = Edge::new(config(16, false));
+    let keys = chain(1, 2);
+    edge.store(&keys, 0);
+    let lease = edge.lookup(keys.clone(), 1).lease.unwrap();
+    edge.delay = true;
+    let ticket = edge.load(&keys, lease);
+    edge.now += 5000;
+    edge.event(Event::Tick);
+    edge.complete(0);
+    edge.complete(0);
+    assert_eq!(edge.outcomes(ticket), [Outcome::Missed(MissReason::LeaseExpired); 2]);
+    edge.catalog.check();
+}
+
+#[test]
+fn leases_keep_blocks_from_being_evicted() {
+    let mut edge = Edge::new(config(16, false));
+    let keys = chain(1, 8);
+    edge.store(&keys, 0);
+    let lease = edge.lookup(keys.clone(), 1000).lease.unwrap();
+    for number in 2..6 {
+        edge.store(&chain(number, 8), 0);
+    }
+    let ticket = edge.load(&keys, lease);
+    assert_eq!(edge.outcomes(ticket), [Outcome::Loaded(Tier::Host); 8]);
+    edge.ask(Request::Release { lease });
+    edge.store(&chain(7, 16), 0);
+    assert_eq!(edge.lookup(keys, 0).blocks, 0);
+    edge.catalog.check();
+}
+
+#[test]
+fn loads_of_one_block_share_one_read() {
+    let mut edge = Edge::new(config(40, true));
+    for number in 0..8 {
+        edge.store(&chain(number, 10), 0);
+    }
+    let keys = chain(0, 1);
+    let lease = edge.lookup(keys.clone(), 1000).lease.unwrap();
+    edge.delay = true;
+    let tickets = [edge.load(&keys, lease), edge.load(&keys, lease)];
+    let reads = edge.waiting.iter().filter(|event| matches!(event, Event::Read { .. })).count();
+    assert_eq!(reads, 1);
+    edge.delay = false;
+    edge.event(Event::Tick);
+    for ticket in tickets {
+        assert_eq!(edge.outcomes(ticket), [Outcome::Loaded(Tier::Nvme)]);
+    }
+}
+
+#[test]
+fn a_bad_read_is_tried_once_more_then_the_block_is_dropped() {
+    let mut edge = Edge::new(config(40, true));
+    for number in 0..8 {
+        edge.store(&chain(number, 10), 0);
+    }
+    let keys = chain(0, 1);
+    let lease = edge.lookup(keys.clone(), 1000).lease.unwrap();
+    edge.fail = Some(OpError::Checksum);
+    let ticket = edge.load(&keys, lease);
+    assert_eq!(edge.outcomes(ticket), [Outcome::Missed(MissReason::Checksum)]);
+    assert_eq!(edge.stats().read_failures, 2);
+    edge.fail = None;
+    assert_eq!(edge.lookup(keys, 0).blocks, 0);
+    edge.catalog.check();
+}
+
+#[test]
+fn a_damaged_slot_is_replaced_by_the_copy_on_nvme() {
+    let mut edge = Edge::new(config(40, true));
+    for number in 0..8 {
+        edge.store(&chain(number, 10), 0);
+    }
+    let keys = chain(0, 1);
+    let lease = edge.lookup(keys.clone(), 1000).lease.unwrap();
+    edge.load(&keys, lease);
+    edge.delay = true;
+    let ticket = edge.load(&keys, lease);
+    let Some(Event::Scattered { op, .. }) = edge.waiting.pop() else { panic!("no scatter") };
+    edge.delay = false;
+    edge.event(Event::Scattered { op, result: Err(OpError::Checksum) });
+    assert_eq!(edge.outcomes(ticket), [Outcome::Loaded(Tier::Nvme)]);
+    assert_eq!(edge.stats().corrupt, 1);
+    edge.catalog.check();
+}
+
+#[test]
+fn failing_writes_take_the_tier_off_and_host_ram_goes_on() {
+    let mut edge = Edge::new(config(16, true));
+    edge.fail = Some(OpError::Device);
+    edge.catalog.config.clean_percent = 100;
+    edge.delay = true;
+    edge.store(&chain(0, 8), 0);
+    // The stores succeed, every write fails.
+    for _ in 0..200 {
+        if let Some(at) = edge.waiting.iter().position(|e| matches!(e, Event::Gathered { .. })) {
+            let Event::Gathered { op, .. } = edge.waiting.remove(at) else { unreachable!() };
+            edge.event(Event::Gathered { op, result: Ok(Sum128([1; 16])) });
+        } else {
+            edge.complete(0);
+        }
+    }
+    assert_eq!(edge.stats().nvme.offline, Some(OfflineReason::TooManyFailures));
+    assert_eq!(edge.lookup(chain(0, 8), 0).blocks, 8);
+    edge.catalog.check();
+}
+
+#[test]
+fn drain_writes_everything_down_and_refuses_stores() {
+    let mut edge = Edge::new(config(32, true));
+    edge.store(&chain(0, 8), 0);
+    let reply = edge.ask(Request::Drain);
+    assert!(reply.is_none() || matches!(reply, Some(Reply::Drained { .. })));
+    let ask = AskId(edge.next_ask);
+    let drained = &edge.answers[&ask];
+    assert!(matches!(drained, Reply::Drained { blocks_written: 8, blocks_lost: 0 }), "{drained:?}");
+    assert!(edge.store(&chain(1, 1), 0).is_none());
+}
+
+#[test]
+fn parents_that_form_a_ring_do_no_harm() {
+    // a's parent is b and b's parent is a: no loop, both are found.
+    let mut edge = Edge::new(config(16, false));
+    let (a, b) = (key(1, 0), key(2, 0));
+    for (key, parent, place) in [(a, b, 0), (b, a, 1)] {
+        edge.region.insert(place, key);
+        let block = StoreBlock { key, parent, position: 1, tokens: 1, place };
+        let request = Request::Store {
+            namespace: NAMESPACE,
+            conversation: 0,
+            region: edge.region_id(),
+            blocks: vec![block],
+        };
+        edge.ask(request);
+    }
+    assert_eq!(edge.lookup(vec![a], 0).blocks + edge.lookup(vec![b], 0).blocks, 2);
+    edge.catalog.check();
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Store(u32, u32),
+    Lookup(u32, u32),
+    Load(u32, u32),
+    Release(usize),
+    Complete(usize),
+    Fail(Option<u8>),
+    Forget(u32, u32),
+    Bad(u32, u32),
+    Prefetch(u32, u32),
+    Pin(u32, u32),
+    Reconnect,
+    Late,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let at = || (0u32..12, 1u32..12);
+    let step = prop_oneof![
+        4 => at().prop_map(|(a, b)| Step::Store(a, b)),
+        2 => at().prop_map(|(a, b)| Step::Lookup(a, b)),
+        3 => at().prop_map(|(a, b)| Step::Load(a, b)),
+        2 => any::<usize>().prop_map(Step::Release),
+        12 => any::<usize>().prop_map(Step::Complete),
+        1 => prop::option::weighted(0.3, 0u8..3).prop_map(Step::Fail),
+        1 => at().prop_map(|(a, b)| Step::Forget(a, b)),
+        1 => at().prop_map(|(a, b)| Step::Bad(a, b)),
+        1 => at().prop_map(|(a, b)| Step::Prefetch(a, b)),
+        1 => at().prop_map(|(a, b)| Step::Pin(a, b)),
+        1 => Just(Step::Reconnect),
+        1 => Just(Step::Late),
+    ];
+    prop::collection::vec(step, 1..300)
+}
+
+fn take_step(edge: &mut Edge, leases: &mut Vec<LeaseId>, step: Step) {
+    match step {
+        Step::Store(number, blocks) => {
+            edge.store(&chain(number, blocks), 0);
+        }
+        Step::Lookup(number, blocks) => {
+            edge.lookup(chain(number, blocks), 0);
+        }
+        Step::Load(number, blocks) => {
+            let found = edge.lookup(chain(number, blocks), 1000);
+            if let Some(lease) = found.lease {
+                leases.push(lease);
+                edge.load(&chain(number, blocks), lease);
+            }
+        }
+        Step::Release(pick) if !leases.is_empty() => {
+            let lease = leases.swap_remove(pick % leases.len());
+            edge.ask(Request::Release { lease });
+        }
+        Step::Release(_) => {}
+        Step::Complete(pick) => edge.complete(pick),
+        Step::Fail(kind) => {
+            let kinds = [OpError::Checksum, OpError::Device, OpError::Region];
+            edge.fail = kind.map(|kind| kinds[kind as usize]);
+        }
+        Step::Forget(number, at) => {
+            let keys = vec![key(number, at / 2)];
+            edge.ask(Request::Forget(Forget::Keys { namespace: NAMESPACE, keys }));
+        }
+        Step::Bad(number, at) => {
+            edge.ask(Request::ReportBad { namespace: NAMESPACE, keys: vec![key(number, at)] });
+        }
+        Step::Prefetch(number, blocks) => {
+            let prefix = PrefixQuery { namespace: NAMESPACE, keys: chain(number, blocks) };
+            edge.ask(Request::Prefetch { prefix });
+        }
+        Step::Pin(number, blocks) => {
+            let prefix = PrefixQuery { namespace: NAMESPACE, keys: chain(number, blocks) };
+            edge.ask(Request::Pin { prefix, ttl_ms: 20 });
+        }
+        Step::Reconnect => {
+            edge.event(Event::SessionClosed { session: edge.session() });
+            leases.clear();
+            edge.connect();
+        }
+        Step::Late => {
+            edge.now += 20_000;
+            edge.event(Event::Tick);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    /// Any order of requests, completions, faults and losses keeps the invariants; in the end every
+    /// ticket has ended once and nothing is left behind.
+    #[test]
+    fn nothing_leaks_whatever_happens(steps in steps(), nvme in any::<bool>()) {
+        let mut config = config(24, nvme);
+        config.limits.pin_ms_max = 1000;
+        let mut edge = Edge::new(config);
+        let mut leases = vec![];
+        for step in steps {
+            edge.delay = true;
+            take_step(&mut edge, &mut leases, step);
+            edge.catalog.check();
+        }
+        edge.fail = None;
+        edge.delay = false;
+        edge.event(Event::SessionClosed { session: edge.session() });
+        edge.now += 100_000_000;
+        edge.event(Event::Tick);
+        edge.catalog.check();
+        let stats = edge.stats();
+        prop_assert_eq!((stats.tickets, stats.leases, stats.pins, stats.regions), (0, 0, 0, 0));
+        prop_assert_eq!(edge.catalog.flow.ops.len(), 0);
+        prop_assert_eq!(edge.catalog.flow.blocks_open, 0);
+        prop_assert_eq!(edge.catalog.counters.pinned_bytes, 0);
+        edge.ask(Request::Forget(Forget::Namespace { namespace: NAMESPACE }));
+        edge.event(Event::Tick);
+        edge.catalog.check();
+        prop_assert_eq!(edge.catalog.host.slots.used_slots(), 0);
+        prop_assert_eq!(edge.catalog.table.len(), 0);
+    }
+}
