@@ -7,5 +7,7 @@
 pub mod block;
 #[cfg(feature = "store")]
 pub mod catalog;
+#[cfg(feature = "memory")]
+pub mod io;
 #[cfg(feature = "store")]
 pub mod segment;
