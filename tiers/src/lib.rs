@@ -11,3 +11,5 @@ pub mod catalog;
 pub mod io;
 #[cfg(feature = "store")]
 pub mod segment;
+#[cfg(feature = "store")]
+pub mod tier;
