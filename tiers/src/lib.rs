@@ -7,5 +7,9 @@
 pub mod block;
 #[cfg(feature = "store")]
 pub mod catalog;
+#[cfg(feature = "memory")]
+pub mod io;
 #[cfg(feature = "store")]
 pub mod segment;
+#[cfg(feature = "store")]
+pub mod tier;

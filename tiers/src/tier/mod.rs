@@ -1,0 +1,3 @@
+//! The tiers' workers: each carries out what was decided, and decides nothing.
+
+pub mod nvme;
