@@ -8,4 +8,8 @@ pub mod block;
 #[cfg(feature = "store")]
 pub mod catalog;
 #[cfg(feature = "store")]
+pub mod codec;
+#[cfg(feature = "store")]
+pub mod folder;
+#[cfg(feature = "store")]
 pub mod segment;
