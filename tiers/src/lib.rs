@@ -10,6 +10,10 @@ pub mod catalog;
 #[cfg(feature = "memory")]
 pub mod io;
 #[cfg(feature = "store")]
+pub mod codec;
+#[cfg(feature = "store")]
+pub mod folder;
+#[cfg(feature = "store")]
 pub mod segment;
 #[cfg(feature = "store")]
 pub mod tier;
