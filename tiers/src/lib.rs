@@ -6,5 +6,7 @@
 
 pub mod block;
 pub mod catalog;
+#[cfg(feature = "memory")]
+pub mod io;
 #[cfg(feature = "store")]
 pub mod segment;

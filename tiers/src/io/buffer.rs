@@ -1,0 +1,20 @@
+//! Memory: shared with clients, owned by the arena, or plain pages. The only places of this crate,
+//! beside the ring, where raw memory is touched.
+//!
+//! * `mapping` holds one mapping and copies in and out of it.
+//! * [`SharedMemory`] is a mapping that another process writes to: copies only, no references.
+//! * [`Arena`] is the host tier's memory: nobody else maps it, so its guards give references.
+//! * [`AlignedBuf`] is heap memory for what does not fit a slot: descriptor pages, probes.
+
+#[cfg(feature = "store")]
+mod aligned;
+#[cfg(feature = "store")]
+mod arena;
+mod mapping;
+mod shared;
+
+#[cfg(feature = "store")]
+pub use aligned::AlignedBuf;
+#[cfg(feature = "store")]
+pub use arena::{Arena, PageKind, SLAB_BYTES_MAX, SlotError, SlotId, SlotRead, SlotWrite};
+pub use shared::SharedMemory;

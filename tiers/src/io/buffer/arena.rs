@@ -1,0 +1,659 @@
+//! The host tier's memory: one mapping cut into slabs, each slab cut into equal slots.
+//!
+//! Which slot holds which block is decided elsewhere; here a slot is only lent out. Borrows are
+//! checked at run time, as a `RefCell` does: any number of [`SlotRead`], or one [`SlotWrite`].
+//! A guard owns a share of the arena, so a slot stays mapped as long as anybody (the ring, say)
+//! may still touch it.
+//!
+//! Invariants:
+//! 1. Nobody else maps the memory, so bytes change only through a [`SlotWrite`].
+//! 2. Two slots of one binding share no byte, and a slab is bound anew only while none of its
+//!    slots is borrowed.
+//! 3. The bytes of a slot behind the length that was asked for, up to the page's end, are zero
+//!    when a writer gets it: no earlier block's bytes go to the device as padding.
+//!
+//! Lock order: one slab's lock at a time, and none while another is held.
+
+use std::fmt;
+use std::io;
+use std::ops::{Deref, DerefMut};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+
+use rustix::fs::{MemfdFlags, SealFlags};
+use serde::{Deserialize, Serialize};
+
+use super::mapping::{HUGE_PAGE_BYTES, Mapping};
+use crate::block::{DESCRIPTOR_BYTES, PAGE_BYTES, page_ceil};
+
+/// The largest slab, so that a slab always fits into one registered buffer of the ring.
+pub const SLAB_BYTES_MAX: u32 = 1 << 30;
+
+/// How much the pre-touching thread asks of the kernel at a time.
+const TOUCH_BYTES: u64 = 8 << 20;
+
+/// The state of a slot that has a writer; smaller numbers count readers.
+const WRITER: u32 = u32::MAX;
+
+/// A slot of the arena: the offset of its first byte, in pages of 4 KiB.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
+pub struct SlotId(pub u32);
+
+impl SlotId {
+    /// Offset in the arena of the slot's first byte.
+    pub fn offset(self) -> u64 {
+        u64::from(self.0) * PAGE_BYTES
+    }
+}
+
+/// What the arena's memory is made of, best first.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum PageKind {
+    /// Reserved huge pages of 2 MiB in a memfd.
+    ReservedHuge,
+    /// A memfd for which the kernel gives transparent huge pages.
+    SharedTransparentHuge,
+    /// Private memory with transparent huge pages. It cannot be handed to a next daemon.
+    PrivateTransparentHuge,
+    /// A memfd of ordinary pages of 4 KiB.
+    Plain,
+}
+
+impl PageKind {
+    /// The kind as operators see it.
+    pub fn name(self) -> &'static str {
+        match self {
+            PageKind::ReservedHuge => "reserved huge pages",
+            PageKind::SharedTransparentHuge => "transparent huge pages, shared memory",
+            PageKind::PrivateTransparentHuge => "transparent huge pages, private memory",
+            PageKind::Plain => "4 KiB pages",
+        }
+    }
+}
+
+/// Why a slot or a slab was not lent or bound.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SlotError {
+    /// Somebody holds the slot in a way that excludes this use.
+    #[error("slot {0:?} is in use")]
+    Busy(SlotId),
+    /// Not the first page of a slot, by the binding of its slab.
+    #[error("{0:?} is not the start of a slot")]
+    NotASlot(SlotId),
+    /// More bytes than the slot has.
+    #[error("{bytes} bytes do not fit a slot of {slot_bytes}")]
+    TooLong {
+        /// Bytes asked for.
+        bytes: u32,
+        /// Bytes of the slot.
+        slot_bytes: u32,
+    },
+    /// The arena has fewer slabs.
+    #[error("the arena has no slab {0}")]
+    NoSuchSlab(u32),
+    /// A slot of the slab is borrowed.
+    #[error("slab {0} has slots in use")]
+    SlabInUse(u32),
+    /// Slots must be whole pages, and at least one must fit the slab.
+    #[error("{slot_bytes} bytes are no slot size: whole pages of 4 KiB, at most {slab_bytes}")]
+    SlotBytes {
+        /// What was asked for.
+        slot_bytes: u32,
+        /// Bytes of a slab.
+        slab_bytes: u32,
+    },
+}
+
+/// How one slab is cut at present, and who holds its slots.
+#[derive(Default)]
+struct Binding {
+    /// 0: not bound.
+    slot_bytes: u32,
+    /// 0 free, [`WRITER`], or the number of readers; one per slot.
+    states: Box<[AtomicU32]>,
+}
+
+/// What the pre-touching thread shares with the arena.
+struct Touch {
+    mapping: Mapping,
+    stop: AtomicBool,
+    /// Bytes from the start whose pages are there.
+    done: AtomicU64,
+}
+
+/// The host tier's memory.
+pub struct Arena {
+    touch: Arc<Touch>,
+    slab_bytes: u32,
+    slabs: Box<[RwLock<Binding>]>,
+    fd: Option<OwnedFd>,
+    pages: PageKind,
+    pages_why: String,
+    descriptor_fd: OwnedFd,
+    descriptors: Mapping,
+}
+
+impl Arena {
+    /// Takes `bytes` (rounded down to whole slabs) from the operating system, in the largest pages
+    /// it gives, and lets a thread of its own touch them; returns at once. Needs no privileges.
+    ///
+    /// # Errors
+    /// `InvalidInput` for slabs that are no whole pages or larger than [`SLAB_BYTES_MAX`], or when
+    /// not one slab fits, or more than 16 TiB are asked for; else what the operating system says.
+    pub fn create(bytes: u64, slab_bytes: u32) -> io::Result<Arc<Arena>> {
+        let bad = |why: &str| Err(io::Error::new(io::ErrorKind::InvalidInput, why.to_owned()));
+        if slab_bytes == 0 || !u64::from(slab_bytes).is_multiple_of(PAGE_BYTES) {
+            return bad("slabs must be whole pages of 4 KiB");
+        }
+        if slab_bytes > SLAB_BYTES_MAX {
+            return bad("slabs must be at most 1 GiB");
+        }
+        let slabs = bytes / u64::from(slab_bytes);
+        let bytes = slabs * u64::from(slab_bytes);
+        if slabs == 0 {
+            return bad("not one slab fits into the arena");
+        }
+        if bytes / PAGE_BYTES > u64::from(u32::MAX) {
+            return bad("the arena is larger than 16 TiB");
+        }
+        let source = Source::best(bytes)?;
+        let table_bytes = bytes / PAGE_BYTES * DESCRIPTOR_BYTES as u64;
+        let descriptor_fd = memfd("kvtide-descriptors", table_bytes, MemfdFlags::empty())?;
+        let descriptors = Mapping::of_file(descriptor_fd.as_fd(), table_bytes)?;
+        let touch = Arc::new(Touch {
+            mapping: source.mapping,
+            stop: AtomicBool::new(false),
+            done: AtomicU64::new(0),
+        });
+        let toucher = Arc::clone(&touch);
+        std::thread::Builder::new().name("kvtide-touch".into()).spawn(move || toucher.run())?;
+        Ok(Arc::new(Arena {
+            touch,
+            slab_bytes,
+            slabs: (0..slabs).map(|_| RwLock::default()).collect(),
+            fd: source.fd,
+            pages: source.pages,
+            pages_why: source.why,
+            descriptor_fd,
+            descriptors,
+        }))
+    }
+
+    /// Bytes of all slabs.
+    pub fn bytes(&self) -> u64 {
+        self.touch.mapping.bytes()
+    }
+
+    /// Bytes of one slab.
+    pub fn slab_bytes(&self) -> u32 {
+        self.slab_bytes
+    }
+
+    /// Number of slabs.
+    pub fn slabs(&self) -> u32 {
+        self.slabs.len() as u32
+    }
+
+    /// What the memory is made of.
+    pub fn pages(&self) -> PageKind {
+        self.pages
+    }
+
+    /// Why it is made of that, for the log and for `status`.
+    pub fn pages_why(&self) -> &str {
+        &self.pages_why
+    }
+
+    /// Bytes, from the start on, whose pages the background thread has already fetched.
+    pub fn touched_bytes(&self) -> u64 {
+        self.touch.done.load(Ordering::Acquire)
+    }
+
+    /// Bytes that the kernel really backs with huge pages now, as it says itself; `None` where it
+    /// does not say. Reads `/proc/self/smaps`, so not for a hot path.
+    pub fn huge_bytes(&self) -> Option<u64> {
+        let smaps = std::fs::read_to_string("/proc/self/smaps").ok()?;
+        Some(huge_bytes_in(&smaps, self.touch.mapping.base() as u64, self.bytes()))
+    }
+
+    /// The memory's memfd, to be handed to a next daemon. `None` for private memory.
+    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.fd.as_ref().map(|fd| fd.as_fd())
+    }
+
+    /// The descriptor table's memfd.
+    pub fn descriptor_fd(&self) -> BorrowedFd<'_> {
+        self.descriptor_fd.as_fd()
+    }
+
+    /// Cuts a slab into slots of `slot_bytes`, and forgets the descriptors of the slots it had.
+    ///
+    /// # Errors
+    /// When a slot of the slab is borrowed, and for what is no slab or no slot size.
+    pub fn bind_slab(&self, slab: u32, slot_bytes: u32) -> Result<(), SlotError> {
+        let lock = self.slabs.get(slab as usize).ok_or(SlotError::NoSuchSlab(slab))?;
+        let whole = slot_bytes != 0 && u64::from(slot_bytes).is_multiple_of(PAGE_BYTES);
+        if !whole || slot_bytes > self.slab_bytes {
+            return Err(SlotError::SlotBytes { slot_bytes, slab_bytes: self.slab_bytes });
+        }
+        let mut binding = lock.write().unwrap_or_else(PoisonError::into_inner);
+        if binding.states.iter().any(|state| state.load(Ordering::Acquire) != 0) {
+            return Err(SlotError::SlabInUse(slab));
+        }
+        let first = self.descriptor_offset(slab, 0);
+        for index in 0..binding.states.len() as u64 {
+            let at = first + index * DESCRIPTOR_BYTES as u64;
+            self.descriptors.copy_in(at, &[0; DESCRIPTOR_BYTES]);
+        }
+        *binding = Binding {
+            slot_bytes,
+            states: (0..self.slab_bytes / slot_bytes).map(|_| AtomicU32::new(0)).collect(),
+        };
+        Ok(())
+    }
+
+    /// The size of a slab's slots, bytes. `None` for a slab that was never bound.
+    pub fn slot_bytes(&self, slab: u32) -> Option<u32> {
+        let binding = self.binding(slab)?;
+        (binding.slot_bytes != 0).then_some(binding.slot_bytes)
+    }
+
+    /// The name of slot `index` of a slab, by its present binding.
+    pub fn slot(&self, slab: u32, index: u32) -> Option<SlotId> {
+        let binding = self.binding(slab)?;
+        binding.states.get(index as usize)?;
+        let offset = u64::from(slab) * u64::from(self.slab_bytes)
+            + u64::from(index) * u64::from(binding.slot_bytes);
+        u32::try_from(offset / PAGE_BYTES).ok().map(SlotId)
+    }
+
+    /// Lends the first `bytes` of a slot for writing. Bytes behind them, up to the next page, are
+    /// zeroed.
+    ///
+    /// # Errors
+    /// When the slot is borrowed at all, is no slot, or is too small.
+    pub fn write(self: &Arc<Self>, slot: SlotId, bytes: u32) -> Result<SlotWrite, SlotError> {
+        let borrow = self.borrow(slot, bytes, |state| {
+            state.compare_exchange(0, WRITER, Ordering::Acquire, Ordering::Relaxed).is_ok()
+        })?;
+        let mut guard = SlotWrite { borrow };
+        guard.zero_padding();
+        Ok(guard)
+    }
+
+    /// Lends the first `bytes` of a slot for reading.
+    ///
+    /// # Errors
+    /// When the slot has a writer, is no slot, or is too small.
+    pub fn read(self: &Arc<Self>, slot: SlotId, bytes: u32) -> Result<SlotRead, SlotError> {
+        let borrow = self.borrow(slot, bytes, |state| {
+            let more = |count: u32| (count < WRITER - 1).then(|| count + 1);
+            state.fetch_update(Ordering::Acquire, Ordering::Relaxed, more).is_ok()
+        })?;
+        Ok(SlotRead { borrow })
+    }
+
+    /// The descriptor of a slot, as it was last set (zeroes at first). `None` for what is no slot.
+    pub fn descriptor(&self, slot: SlotId) -> Option<[u8; DESCRIPTOR_BYTES]> {
+        let (slab, index, _) = self.place(slot).ok()?;
+        let mut out = [0; DESCRIPTOR_BYTES];
+        self.descriptors.copy_out(self.descriptor_offset(slab, index), &mut out).then_some(out)
+    }
+
+    /// Sets the descriptor of a slot.
+    ///
+    /// # Errors
+    /// For what is no slot.
+    pub fn set_descriptor(
+        &self,
+        slot: SlotId,
+        descriptor: &[u8; DESCRIPTOR_BYTES],
+    ) -> Result<(), SlotError> {
+        let (slab, index, _) = self.place(slot)?;
+        self.descriptors.copy_in(self.descriptor_offset(slab, index), descriptor);
+        Ok(())
+    }
+
+    /// For tests only: flips a bit of a slot's memory, as a bad RAM cell would.
+    ///
+    /// # Errors
+    /// When the slot is borrowed, is no slot, or ends before `byte`.
+    #[doc(hidden)]
+    pub fn flip_bit(self: &Arc<Self>, slot: SlotId, byte: u32, bit: u8) -> Result<(), SlotError> {
+        let mut borrow = self.borrow(slot, byte.saturating_add(1), |state| {
+            state.compare_exchange(0, WRITER, Ordering::Acquire, Ordering::Relaxed).is_ok()
+        })?;
+        borrow.len = byte.saturating_add(1);
+        let mut guard = SlotWrite { borrow };
+        if let Some(last) = guard.last_mut() {
+            *last ^= 1 << (bit % 8);
+        }
+        Ok(())
+    }
+
+    /// The memory as the ring sees it: its first byte.
+    #[cfg(feature = "uring")]
+    #[expect(dead_code, reason = "for the ring, which follows")]
+    pub(crate) fn base(&self) -> *mut u8 {
+        self.touch.mapping.base()
+    }
+
+    fn binding(&self, slab: u32) -> Option<RwLockReadGuard<'_, Binding>> {
+        let lock = self.slabs.get(slab as usize)?;
+        Some(lock.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// A table as long as if all slots were single pages, dense within each slab.
+    fn descriptor_offset(&self, slab: u32, index: u32) -> u64 {
+        let per_slab = u64::from(self.slab_bytes) / PAGE_BYTES;
+        (u64::from(slab) * per_slab + u64::from(index)) * DESCRIPTOR_BYTES as u64
+    }
+
+    /// Slab, index and slot size of a slot.
+    fn place(&self, slot: SlotId) -> Result<(u32, u32, u32), SlotError> {
+        let not_a_slot = SlotError::NotASlot(slot);
+        let slab_bytes = u64::from(self.slab_bytes);
+        let slab = u32::try_from(slot.offset() / slab_bytes).map_err(|_| not_a_slot)?;
+        let binding = self.binding(slab).ok_or(not_a_slot)?;
+        let within = (slot.offset() % slab_bytes) as u32;
+        let index = within.checked_div(binding.slot_bytes).ok_or(not_a_slot)?;
+        let starts = within.is_multiple_of(binding.slot_bytes);
+        if !starts || binding.states.len() <= index as usize {
+            return Err(not_a_slot);
+        }
+        Ok((slab, index, binding.slot_bytes))
+    }
+
+    fn borrow(
+        self: &Arc<Self>,
+        slot: SlotId,
+        bytes: u32,
+        take: impl FnOnce(&AtomicU32) -> bool,
+    ) -> Result<Borrow, SlotError> {
+        let (slab, index, slot_bytes) = self.place(slot)?;
+        if bytes > slot_bytes {
+            return Err(SlotError::TooLong { bytes, slot_bytes });
+        }
+        let binding = self.binding(slab).ok_or(SlotError::NotASlot(slot))?;
+        // Between `place` and here the slab may have been bound anew.
+        if binding.slot_bytes != slot_bytes {
+            return Err(SlotError::NotASlot(slot));
+        }
+        let state = binding.states.get(index as usize).ok_or(SlotError::NotASlot(slot))?;
+        if !take(state) {
+            return Err(SlotError::Busy(slot));
+        }
+        drop(binding);
+        Ok(Borrow { arena: Arc::clone(self), slot, slab, index, slot_bytes, len: bytes })
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        self.touch.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+impl fmt::Debug for Arena {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "Arena({} bytes, {})", self.bytes(), self.pages.name())
+    }
+}
+
+impl Touch {
+    fn run(&self) {
+        let bytes = self.mapping.bytes();
+        let mut at = 0;
+        while at < bytes && !self.stop.load(Ordering::Relaxed) {
+            let step = TOUCH_BYTES.min(bytes - at);
+            if !self.mapping.populate(at, step) {
+                // Too old a kernel, or no memory: pages then come at first use.
+                tracing::info!(
+                    touched_bytes = at,
+                    arena_bytes = bytes,
+                    "the kernel does not provide the arena's pages ahead; they come at first use"
+                );
+                return;
+            }
+            at += step;
+            self.done.store(at, Ordering::Release);
+        }
+    }
+}
+
+/// Where the arena's memory comes from.
+struct Source {
+    mapping: Mapping,
+    fd: Option<OwnedFd>,
+    pages: PageKind,
+    why: String,
+}
+
+impl Source {
+    fn best(bytes: u64) -> io::Result<Source> {
+        let reserved = match reserved_huge(bytes) {
+            Ok(source) => return Ok(source),
+            Err(error) => error,
+        };
+        let shared = setting("shmem_enabled");
+        let private = setting("enabled");
+        let why = format!(
+            "no reserved huge pages for it ({reserved}); transparent huge pages: \
+             shmem_enabled={shared}, enabled={private}"
+        );
+        let shared_huge = matches!(&*shared, "always" | "within_size" | "advise" | "force");
+        if !shared_huge && matches!(&*private, "always" | "madvise") {
+            let mapping = Mapping::anonymous(bytes)?;
+            if mapping.advise_huge() {
+                let pages = PageKind::PrivateTransparentHuge;
+                return Ok(Source { mapping, fd: None, pages, why });
+            }
+        }
+        let fd = memfd("kvtide-arena", bytes, MemfdFlags::empty())?;
+        let mapping = Mapping::of_file(fd.as_fd(), bytes)?;
+        let huge = mapping.advise_huge() && shared_huge;
+        let pages = if huge { PageKind::SharedTransparentHuge } else { PageKind::Plain };
+        Ok(Source { mapping, fd: Some(fd), pages, why })
+    }
+}
+
+/// Mapping reserves the pages, so that none can be missing later (which would be SIGBUS).
+fn reserved_huge(bytes: u64) -> io::Result<Source> {
+    let whole = bytes.next_multiple_of(HUGE_PAGE_BYTES);
+    let fd = memfd("kvtide-arena", whole, MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB)?;
+    let mapping = Mapping::of_file(fd.as_fd(), bytes)?;
+    let why = "reserved huge pages were there".to_owned();
+    Ok(Source { mapping, fd: Some(fd), pages: PageKind::ReservedHuge, why })
+}
+
+fn memfd(name: &str, bytes: u64, flags: MemfdFlags) -> io::Result<OwnedFd> {
+    let flags = flags | MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let fd = rustix::fs::memfd_create(name, flags)?;
+    rustix::fs::ftruncate(&fd, bytes)?;
+    rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)?;
+    Ok(fd)
+}
+
+/// The chosen word of a transparent-huge-page setting (`always [madvise] never`).
+fn setting(name: &str) -> String {
+    let path = format!("/sys/kernel/mm/transparent_hugepage/{name}");
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    let chosen = text.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
+    chosen.map_or_else(|| "unknown".to_owned(), |(word, _)| word.to_owned())
+}
+
+/// Adds up what the kernel says of huge pages in the mappings that overlap the range.
+fn huge_bytes_in(smaps: &str, base: u64, bytes: u64) -> u64 {
+    let fields = ["AnonHugePages:", "ShmemPmdMapped:", "Shared_Hugetlb:", "Private_Hugetlb:"];
+    let mut inside = false;
+    let mut kib = 0;
+    for line in smaps.lines() {
+        let mut words = line.split_ascii_whitespace();
+        let Some(first) = words.next() else { continue };
+        if let Some((start, end)) = first.split_once('-') {
+            let ends = (u64::from_str_radix(start, 16), u64::from_str_radix(end, 16));
+            if let (Ok(start), Ok(end)) = ends {
+                inside = start < base + bytes && base < end;
+            }
+        } else if inside && fields.contains(&first) {
+            kib += words.next().and_then(|number| number.parse::<u64>().ok()).unwrap_or(0);
+        }
+    }
+    (kib * 1024).min(bytes)
+}
+
+/// One borrow of a slot; its drop ends it.
+struct Borrow {
+    arena: Arc<Arena>,
+    slot: SlotId,
+    slab: u32,
+    index: u32,
+    slot_bytes: u32,
+    len: u32,
+}
+
+impl Borrow {
+    fn start(&self) -> *mut u8 {
+        self.arena.touch.mapping.base().wrapping_add(self.slot.offset() as usize)
+    }
+
+    /// Runs `f` on the state; the slab cannot be bound anew while this borrow lives.
+    fn state<R>(&self, f: impl FnOnce(&AtomicU32) -> R) -> Option<R> {
+        let binding = self.arena.binding(self.slab)?;
+        binding.states.get(self.index as usize).map(f)
+    }
+
+    fn set_len(&mut self, bytes: u32) -> bool {
+        let fits = bytes <= self.slot_bytes;
+        if fits {
+            self.len = bytes;
+        }
+        fits
+    }
+}
+
+impl Drop for Borrow {
+    fn drop(&mut self) {
+        self.state(|state| {
+            if state.load(Ordering::Relaxed) == WRITER {
+                state.store(0, Ordering::Release);
+            } else {
+                state.fetch_sub(1, Ordering::Release);
+            }
+        });
+    }
+}
+
+/// A slot lent for writing: nobody else reads or writes it.
+pub struct SlotWrite {
+    borrow: Borrow,
+}
+
+impl SlotWrite {
+    /// Which slot.
+    pub fn slot(&self) -> SlotId {
+        self.borrow.slot
+    }
+
+    /// Bytes of the whole slot.
+    pub fn slot_bytes(&self) -> u32 {
+        self.borrow.slot_bytes
+    }
+
+    /// Changes how many bytes are lent. `false` (and no change) when the slot has fewer.
+    pub fn set_len(&mut self, bytes: u32) -> bool {
+        self.borrow.set_len(bytes)
+    }
+
+    /// The same slot, lent for reading: what was written is final.
+    pub fn into_read(self) -> SlotRead {
+        self.borrow.state(|state| state.store(1, Ordering::Release));
+        SlotRead { borrow: self.borrow }
+    }
+
+    fn zero_padding(&mut self) {
+        let len = self.borrow.len;
+        let whole = page_ceil(u64::from(len)) as u32;
+        if self.set_len(whole) {
+            self.iter_mut().skip(len as usize).for_each(|byte| *byte = 0);
+            self.borrow.len = len;
+        }
+    }
+
+    #[cfg(feature = "uring")]
+    #[expect(dead_code, reason = "for the ring, which follows")]
+    pub(crate) fn start(&self) -> *mut u8 {
+        self.borrow.start()
+    }
+}
+
+impl Deref for SlotWrite {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: the slot lies in the arena's mapping, which the borrow's `Arc` keeps; its state
+        // says that this guard is the only one; `len` is at most the slot's size. While the kernel
+        // writes to it, the guard is inside the ring's table, which never dereferences it.
+        unsafe { std::slice::from_raw_parts(self.borrow.start(), self.borrow.len as usize) }
+    }
+}
+
+impl DerefMut for SlotWrite {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as for `deref`, and `self` is borrowed exclusively.
+        unsafe { std::slice::from_raw_parts_mut(self.borrow.start(), self.borrow.len as usize) }
+    }
+}
+
+impl fmt::Debug for SlotWrite {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "SlotWrite({:?}, {} bytes)", self.borrow.slot, self.borrow.len)
+    }
+}
+
+/// A slot lent for reading: nobody writes it.
+pub struct SlotRead {
+    borrow: Borrow,
+}
+
+impl SlotRead {
+    /// Which slot.
+    pub fn slot(&self) -> SlotId {
+        self.borrow.slot
+    }
+
+    /// Bytes of the whole slot.
+    pub fn slot_bytes(&self) -> u32 {
+        self.borrow.slot_bytes
+    }
+
+    /// Changes how many bytes are lent. `false` (and no change) when the slot has fewer.
+    pub fn set_len(&mut self, bytes: u32) -> bool {
+        self.borrow.set_len(bytes)
+    }
+
+    #[cfg(feature = "uring")]
+    #[expect(dead_code, reason = "for the ring, which follows")]
+    pub(crate) fn start(&self) -> *mut u8 {
+        self.borrow.start()
+    }
+}
+
+impl Deref for SlotRead {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: the slot lies in the arena's mapping, which the borrow's `Arc` keeps; its state
+        // counts this reader, so there is no writer; `len` is at most the slot's size.
+        unsafe { std::slice::from_raw_parts(self.borrow.start(), self.borrow.len as usize) }
+    }
+}
+
+impl fmt::Debug for SlotRead {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "SlotRead({:?}, {} bytes)", self.borrow.slot, self.borrow.len)
+    }
+}
