@@ -27,9 +27,6 @@ use crate::transport::client_transport;
 /// the connection.
 const CHORES_MAX: usize = 4096;
 
-/// Probes on a connection that fail before it is given up for a new one.
-const PROBES_PER_LINK: u32 = 3;
-
 /// One connection to the daemon.
 pub(crate) struct Link {
     pub(crate) generation: u64,
@@ -398,7 +395,6 @@ impl Shared {
 /// Keeps the connection until the client is closed.
 pub(crate) async fn supervise(shared: Arc<Shared>) {
     let mut pause = shared.config.backoff;
-    let mut probes = 0;
     loop {
         let (closed, link, probe_at) = {
             let state = shared.state();
@@ -409,16 +405,16 @@ pub(crate) async fn supervise(shared: Arc<Shared>) {
         }
         match (link, probe_at) {
             (Some(link), None) => {
-                (pause, probes) = (shared.config.backoff, 0);
+                pause = shared.config.backoff;
                 chores(&shared, &link).await;
                 idle(&shared).await;
             }
             (Some(link), Some(at)) => {
-                tokio::time::sleep_until(at.into()).await;
-                probes += 1;
-                if !probe(&shared, &link).await && probes >= PROBES_PER_LINK {
-                    shared.lost(link.generation);
-                }
+                let pause = at.saturating_duration_since(Instant::now());
+                wait_or_closed(&shared, pause).await;
+                // A connection is kept until the daemon closes it, however long it is silent: only
+                // then is it certain that nothing copies into this client's regions any more.
+                probe(&shared, &link).await;
             }
             (None, _) => match shared.connect().await {
                 Ok(_) => tracing::info!(socket = %shared.config.socket.display(), "connected"),
@@ -453,15 +449,13 @@ async fn wait_or_closed(shared: &Shared, pause: Duration) {
 }
 
 /// Asks for the version; an answer closes the breaker.
-async fn probe(shared: &Arc<Shared>, link: &Arc<Link>) -> bool {
+async fn probe(shared: &Arc<Shared>, link: &Arc<Link>) {
     let limit = shared.config.call_timeout.min(Duration::from_millis(500));
     let answer =
         shared.call(link, limit, |stub, context| async move { stub.version(context).await });
-    let alive = answer.await.is_ok();
-    if !alive {
+    if answer.await.is_err() {
         shared.state().breaker.probe_failed(Instant::now());
     }
-    alive
 }
 
 /// Tells the daemon about leases and regions that were dropped.
