@@ -9,4 +9,8 @@ pub mod catalog;
 #[cfg(feature = "memory")]
 pub mod io;
 #[cfg(feature = "store")]
+pub mod codec;
+#[cfg(feature = "store")]
+pub mod folder;
+#[cfg(feature = "store")]
 pub mod segment;
