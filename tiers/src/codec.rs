@@ -136,10 +136,8 @@ pub fn verify(codec: Codec, stored: &[u8], raw_bytes: usize) -> Result<Vec<u8>, 
         Codec::Raw => Err(CodecError::Length { stored: stored.len(), expected: raw_bytes }),
         Codec::Lz4 => {
             let head = Head::read(stored)?;
-            // The length in the head is checked before memory is taken for it.
-            if head.raw_bytes != raw_bytes {
-                return Err(CodecError::Buffer { raw: head.raw_bytes, buffer: raw_bytes });
-            }
+            // Lengths are checked before memory is taken for them.
+            head.planes(stored, raw_bytes)?;
             let mut out = vec![0; raw_bytes];
             head.decode(stored, &mut out)?;
             Ok(out)
@@ -169,18 +167,29 @@ impl Head {
         })
     }
 
-    fn decode(&self, stored: &[u8], out: &mut [u8]) -> Result<(), CodecError> {
-        if self.raw_bytes != out.len() || !out.len().is_multiple_of(2) {
-            return Err(CodecError::Buffer { raw: self.raw_bytes, buffer: out.len() });
+    /// The low plane and the compressed high plane, of the lengths that the head and the block's
+    /// own length call for.
+    fn planes<'a>(
+        &self,
+        stored: &'a [u8],
+        raw_bytes: usize,
+    ) -> Result<(&'a [u8], &'a [u8]), CodecError> {
+        if self.raw_bytes != raw_bytes || !raw_bytes.is_multiple_of(2) {
+            return Err(CodecError::Buffer { raw: self.raw_bytes, buffer: raw_bytes });
         }
-        let elements = out.len() / 2;
+        let elements = raw_bytes / 2;
         let expected = HEAD_BYTES + elements + self.plane_bytes;
         let length = CodecError::Length { stored: stored.len(), expected };
         if stored.len() != expected {
             return Err(length);
         }
         let planes = stored.get(HEAD_BYTES..).ok_or(length)?;
-        let (low, compressed) = planes.split_at_checked(elements).ok_or(length)?;
+        planes.split_at_checked(elements).ok_or(length)
+    }
+
+    fn decode(&self, stored: &[u8], out: &mut [u8]) -> Result<(), CodecError> {
+        let (low, compressed) = self.planes(stored, out.len())?;
+        let elements = low.len();
         let mut high = vec![0; elements];
         if decompress_into(compressed, &mut high).ok() != Some(elements) {
             return Err(CodecError::Plane);

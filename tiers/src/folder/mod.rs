@@ -42,10 +42,12 @@ pub const TENANT_BYTES_MAX: usize = 256;
 /// Version of the namespace table and of the secrets file that this code writes and reads.
 pub const FOLDER_VERSION: u32 = 1;
 
+/// Name of the store file in the folder.
+pub const STORE_FILE_NAME: &str = "segments.kvt";
+
 const LOCK: &str = "lock";
 const SECRETS: &str = "secrets";
 const NAMESPACES: &str = "namespaces.json";
-const SEGMENTS: &str = "segments.kvt";
 const LOCK_TRIES: u32 = 10;
 const LOCK_PAUSE: Duration = Duration::from_millis(50);
 
@@ -208,7 +210,7 @@ impl StoreFolder {
 
     /// Where the store file lies.
     pub fn store_file(&self) -> PathBuf {
-        self.path.join(SEGMENTS)
+        self.path.join(STORE_FILE_NAME)
     }
 
     /// The tenant's secret, made and durable before it is returned where there was none.
@@ -378,7 +380,7 @@ pub fn inspect(path: &Path) -> Result<FolderView, FolderError> {
     });
     let namespaces = read_table(&path.join(NAMESPACES))
         .map(|table| table.map_or_else(Vec::new, |table| table.entries));
-    let store_file = path.join(SEGMENTS);
+    let store_file = path.join(STORE_FILE_NAME);
     Ok(FolderView {
         store_file: store_file.is_file().then_some(store_file),
         namespaces,

@@ -1,6 +1,7 @@
 //! Finds again what a store holds: reads headers and descriptor areas, never payloads.
 
-use std::collections::{BTreeMap, HashMap};
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
 use std::fs::File;
 use std::io;
@@ -135,7 +136,6 @@ pub(super) struct Source<'a> {
 
 /// What is found where a segment's header should be.
 #[derive(Debug)]
-#[expect(dead_code, reason = "the reasons are for fsck to name")]
 pub(super) enum Found {
     Empty,
     Used(SegmentHeader),
@@ -210,6 +210,23 @@ impl Source<'_> {
         }
     }
 
+    /// Number of whole descriptors in a segment whose header is lost: they name their own sequence,
+    /// which nothing vouches for, so they are only counted.
+    pub(super) fn orphans(&self, segment: u32, pages: &mut Pages) -> u32 {
+        let mut count = 0;
+        let start = self.geometry.segment_offset(segment) + PAGE_BYTES;
+        for first in (0..self.geometry.descriptor_pages as usize).step_by(CHUNK_PAGES) {
+            let chunk = CHUNK_PAGES.min(self.geometry.descriptor_pages as usize - first);
+            let (got, failed) = self.read(pages, start + first as u64 * PAGE_BYTES, chunk);
+            for page in (0..got).filter(|page| failed.iter().all(|(at, _)| at != page)) {
+                let places = pages.page(page).map_or(&[][..], |page| page.as_chunks().0);
+                count +=
+                    places.iter().filter(|place| self.claims(place, segment).is_some()).count();
+            }
+        }
+        count as u32
+    }
+
     /// Reads pages, one by one where they cannot be read together.
     fn read(
         &self,
@@ -264,22 +281,19 @@ impl Source<'_> {
         match Descriptor::decode(bytes, place) {
             Ok(descriptor) => self.check(segment, sequence, &descriptor).map(|()| descriptor),
             Err(DescriptorError::Empty) => Err(Refusal::Empty),
-            Err(DescriptorError::Checksum) if self.is_stale(bytes, segment, sequence) => {
+            Err(DescriptorError::Checksum) if self.claims(bytes, segment).is_some() => {
                 Err(Refusal::Stale)
             }
             Err(error) => Err(Refusal::Damaged(error)),
         }
     }
 
-    /// Whether the bytes are a whole descriptor of another life of the segment.
-    fn is_stale(&self, bytes: &[u8; DESCRIPTOR_BYTES], segment: u32, sequence: u64) -> bool {
-        let claimed = bytes.get(SEGMENT_SEQUENCE_AT..SEGMENT_SEQUENCE_AT + 8);
-        let Some(Ok(claimed)) = claimed.map(|bytes| bytes.try_into().map(u64::from_le_bytes))
-        else {
-            return false;
-        };
-        let place = Place::Segment { salt: self.salt, segment, sequence: claimed };
-        claimed != sequence && Descriptor::decode(bytes, place).is_ok()
+    /// The sequence of the segment's life whose whole descriptor these bytes are.
+    fn claims(&self, bytes: &[u8; DESCRIPTOR_BYTES], segment: u32) -> Option<u64> {
+        let claimed = bytes.get(SEGMENT_SEQUENCE_AT..SEGMENT_SEQUENCE_AT + 8)?;
+        let sequence = u64::from_le_bytes(claimed.try_into().ok()?);
+        let place = Place::Segment { salt: self.salt, segment, sequence };
+        Descriptor::decode(bytes, place).ok().map(|_| sequence)
     }
 
     fn check(&self, segment: u32, sequence: u64, found: &Descriptor) -> Result<(), Refusal> {
@@ -349,7 +363,7 @@ pub(super) fn recover(
     segments.sort_by_key(|segment| (segment.sequence, segment.segment));
     refuse_same_sequences(&mut segments, &mut report);
     for segment in &mut segments {
-        drop_overlaps(segment, &mut report);
+        report.descriptors_overlapping += drop_overlaps(&mut segment.descriptors).len() as u64;
         segment.descriptors.retain(|(_, found)| match current_generation(found.namespace) {
             Some(generation) if generation == found.generation => true,
             Some(_) => {
@@ -444,22 +458,21 @@ fn refuse_same_sequences(segments: &mut Vec<RecoveredSegment>, report: &mut Reco
     });
 }
 
-/// Of two payloads that overlap, the one written later is there.
-fn drop_overlaps(segment: &mut RecoveredSegment, report: &mut RecoveryReport) {
+/// Of two payloads that overlap, the one written later is there. Returns the indices of the dropped.
+pub(super) fn drop_overlaps(descriptors: &mut Vec<(u32, Descriptor)>) -> HashSet<u32> {
     let range = |found: &Descriptor| {
         let end = u64::from(found.offset) + page_ceil(u64::from(found.stored_bytes));
         (u64::from(found.offset), end)
     };
-    let mut order: Vec<(u64, u64)> =
-        segment.descriptors.iter().map(|(_, found)| range(found)).collect();
+    let mut order: Vec<(u64, u64)> = descriptors.iter().map(|(_, found)| range(found)).collect();
     order.sort_unstable();
+    let mut dropped = HashSet::new();
     if order.iter().zip(order.iter().skip(1)).all(|(one, next)| one.1 <= next.0) {
-        return;
+        return dropped;
     }
-    let mut latest: Vec<&(u32, Descriptor)> = segment.descriptors.iter().collect();
-    latest.sort_by_key(|(index, found)| (std::cmp::Reverse(found.sequence), *index));
+    let mut latest: Vec<&(u32, Descriptor)> = descriptors.iter().collect();
+    latest.sort_by_key(|(index, found)| (Reverse(found.sequence), *index));
     let mut taken: BTreeMap<u64, u64> = BTreeMap::new();
-    let mut dropped = std::collections::HashSet::new();
     for (index, found) in latest {
         let (start, end) = range(found);
         // Taken ranges are apart, so only the last one that starts before `end` can reach `start`.
@@ -470,8 +483,8 @@ fn drop_overlaps(segment: &mut RecoveredSegment, report: &mut RecoveryReport) {
             taken.insert(start, end);
         }
     }
-    report.descriptors_overlapping += dropped.len() as u64;
-    segment.descriptors.retain(|(index, _)| !dropped.contains(index));
+    descriptors.retain(|(index, _)| !dropped.contains(index));
+    dropped
 }
 
 /// Of two descriptors of one block, the one written later stays.
