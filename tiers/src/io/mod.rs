@@ -9,15 +9,31 @@
 //! whoever asked for it.
 
 mod buffer;
-#[cfg(feature = "store")]
-mod device;
 mod region;
 
+#[cfg(feature = "store")]
+mod blocking;
+#[cfg(feature = "store")]
+mod device;
+#[cfg(feature = "store")]
+pub mod fault;
+#[cfg(feature = "store")]
+pub mod memory_device;
+#[cfg(feature = "uring")]
+mod ring;
+
+#[cfg(feature = "store")]
+pub use blocking::BlockingDevice;
 pub use buffer::SharedMemory;
 #[cfg(feature = "store")]
 pub use buffer::{
     AlignedBuf, Arena, PageKind, SLAB_BYTES_MAX, SlotError, SlotId, SlotRead, SlotWrite,
 };
 #[cfg(feature = "store")]
-pub use device::{BlockDevice, IoBuffer, IoDone, IoFailure, IoOp, RingChoice, Waker};
+pub use device::{
+    BlockDevice, IoBuffer, IoDone, IoFailure, IoOp, OpenDevice, QUEUE_DEPTH_MAX, RingChoice,
+    RingKind, RingReport, RingStatus, Waker, open_device,
+};
 pub use region::{Region, RegionError};
+#[cfg(feature = "uring")]
+pub use ring::RingDevice;

@@ -48,9 +48,14 @@ impl AlignedBuf {
 
     /// The address of the first byte, for the ring.
     #[cfg(feature = "uring")]
-    #[expect(dead_code, reason = "for the ring, which follows")]
     pub(crate) fn start(&self) -> *mut u8 {
         self.start.as_ptr()
+    }
+
+    /// Bytes of the memory, without looking at it.
+    #[cfg(feature = "uring")]
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes as u64
     }
 }
 

@@ -336,7 +336,6 @@ impl Arena {
 
     /// The memory as the ring sees it: its first byte.
     #[cfg(feature = "uring")]
-    #[expect(dead_code, reason = "for the ring, which follows")]
     pub(crate) fn base(&self) -> *mut u8 {
         self.touch.mapping.base()
     }
@@ -583,10 +582,16 @@ impl SlotWrite {
         }
     }
 
+    /// The address of the first byte, for the ring.
     #[cfg(feature = "uring")]
-    #[expect(dead_code, reason = "for the ring, which follows")]
     pub(crate) fn start(&self) -> *mut u8 {
         self.borrow.start()
+    }
+
+    /// Bytes lent, without looking at them.
+    #[cfg(feature = "uring")]
+    pub(crate) fn bytes(&self) -> u64 {
+        u64::from(self.borrow.len)
     }
 }
 
@@ -635,10 +640,16 @@ impl SlotRead {
         self.borrow.set_len(bytes)
     }
 
+    /// The address of the first byte, for the ring.
     #[cfg(feature = "uring")]
-    #[expect(dead_code, reason = "for the ring, which follows")]
     pub(crate) fn start(&self) -> *mut u8 {
         self.borrow.start()
+    }
+
+    /// Bytes lent, without looking at them.
+    #[cfg(feature = "uring")]
+    pub(crate) fn bytes(&self) -> u64 {
+        u64::from(self.borrow.len)
     }
 }
 
