@@ -1,1 +1,42 @@
-//! placeholder
+//! The client library of kvtide: for inference engines, and for the inspector.
+//!
+//! [`Client`] (asynchronous) and [`blocking::Client`] open namespaces, share regions of memory with
+//! the daemon, look up prefixes, load what is there and store what was computed. The engine never
+//! waits for a sick daemon: every call has a deadline, a circuit breaker answers at once after some
+//! failures, and the connection mends itself. See `examples/story.rs` for the whole of it in forty
+//! lines.
+//!
+//! [`protocol`], [`hello`] and [`transport`] are the wire, which the daemon uses as well.
+
+#![forbid(unsafe_code)]
+
+pub mod blocking;
+mod breaker;
+mod client;
+mod config;
+mod connection;
+mod error;
+mod handles;
+pub mod hello;
+pub mod protocol;
+pub mod transport;
+
+pub use client::{Client, ForgetWhat, Inspect, LoadedPrefix};
+pub use config::{ClientConfig, default_socket, runtime_folder};
+pub use connection::ClientCounters;
+pub use error::ClientError;
+pub use handles::{Hit, Lease, Lookup, NamespaceHandle, RegionHandle, Ticket};
+pub use hello::SessionLimits;
+pub use kvtide_tiers::block::{
+    BlockKey, Codec, ElementType, KvLayout, Model, Namespace, NamespaceId, NamespaceKey, Plane,
+    RankScope, RegionLayout,
+};
+pub use kvtide_tiers::catalog::{
+    CatalogStats, InspectPage, InspectRow, LeaseId, LoadBlock, MissReason, Outcome, PinId,
+    RejectReason, Run, RunState, StoreBlock, Tier, TierUse,
+};
+pub use kvtide_tiers::io::SharedMemory;
+pub use protocol::{
+    CallError, Drained, NamespaceRow, NamespaceSpec, Pinned, ServiceStats, StatsReply,
+    StatusReport, TenantStats, VersionInfo,
+};

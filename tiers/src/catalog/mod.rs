@@ -1,11 +1,15 @@
 //! The pure core: what is where, and what moves where. No I/O, no clock, no threads.
 //!
+<<<<<<< HEAD
 //! [`Catalog::apply`] takes the time and one [`Event`] and returns the [`Action`]s to carry out, in
 //! order. The daemon, the trace simulator and the fault simulation drive this same struct.
 //!
 //! Invariants: a slot belongs to one block; a block that is leased, pinned or read from is not
 //! evicted; a client sees a block only in the namespace that stored it; every ticket ends once;
 //! what may grow is limited by [`CatalogConfig`].
+=======
+//! Without the feature `store` only the words of requests and answers are built, for clients.
+>>>>>>> 88a59de44c0b4eca2e9c2ae4c45d48eda518e267
 
 mod admin;
 mod clients;

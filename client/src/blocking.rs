@@ -1,0 +1,182 @@
+//! The client for callers without an asynchronous runtime. It has a runtime of its own with one
+//! thread, which also keeps the connection. Safe to use from any number of threads, and from within
+//! another runtime (where it blocks the calling thread, as the name says).
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvtide_tiers::block::{BlockKey, NamespaceId, RegionLayout};
+use kvtide_tiers::catalog::{InspectPage, LoadBlock, Outcome, PinId, StoreBlock};
+use kvtide_tiers::io::SharedMemory;
+use tokio::runtime::Runtime;
+
+use crate::client::{self, ForgetWhat, Inspect, LoadedPrefix};
+use crate::config::ClientConfig;
+use crate::connection::ClientCounters;
+use crate::error::ClientError;
+use crate::handles::{Lease, Lookup, NamespaceHandle, RegionHandle, Ticket};
+use crate::hello::SessionLimits;
+use crate::protocol::{
+    Drained, NamespaceRow, NamespaceSpec, Pinned, StatsReply, StatusReport, VersionInfo,
+};
+
+/// As [`crate::Client`], blocking.
+#[derive(Clone, Debug)]
+pub struct Client {
+    // Dropped before the runtime, whose thread closes the connection.
+    inner: client::Client,
+    runtime: Arc<OwnRuntime>,
+}
+
+#[derive(Debug)]
+struct OwnRuntime(Option<Runtime>);
+
+impl Drop for OwnRuntime {
+    fn drop(&mut self) {
+        // A runtime that waits for its thread may not be dropped inside another runtime.
+        if let Some(runtime) = self.0.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+impl OwnRuntime {
+    fn start() -> Result<OwnRuntime, ClientError> {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .thread_name("kvtide-client")
+            .enable_all()
+            .build()
+            .map_err(ClientError::Runtime)?;
+        Ok(OwnRuntime(Some(runtime)))
+    }
+
+    fn run<T>(&self, future: impl Future<Output = T>) -> T {
+        let runtime = self.0.as_ref().expect("the runtime is taken only when dropped");
+        let _inside = runtime.enter();
+        futures::executor::block_on(future)
+    }
+}
+
+macro_rules! forward {
+    ($($(#[$doc:meta])* fn $name:ident($($arg:ident: $type:ty),*) -> $out:ty;)*) => {
+        $($(#[$doc])*
+        pub fn $name(&self, $($arg: $type),*) -> $out {
+            self.runtime.run(self.inner.$name($($arg),*))
+        })*
+    };
+}
+
+impl Client {
+    /// See [`crate::Client::connect`].
+    ///
+    /// # Errors
+    /// When the daemon is not there, refuses, or does not answer within the configured time.
+    pub fn connect(config: ClientConfig) -> Result<Client, ClientError> {
+        let runtime = OwnRuntime::start()?;
+        let inner = runtime.run(client::Client::connect(config))?;
+        Ok(Client { inner, runtime: Arc::new(runtime) })
+    }
+
+    /// See [`crate::Client::connect_later`].
+    ///
+    /// # Errors
+    /// When the runtime's thread cannot be started.
+    pub fn connect_later(config: ClientConfig) -> Result<Client, ClientError> {
+        let runtime = OwnRuntime::start()?;
+        let inner = runtime.run(async { client::Client::connect_later(config) });
+        Ok(Client { inner, runtime: Arc::new(runtime) })
+    }
+
+    /// The asynchronous client below. Its futures must run inside a tokio runtime.
+    pub fn as_async(&self) -> &client::Client {
+        &self.inner
+    }
+
+    /// See [`crate::Client::is_connected`].
+    pub fn is_connected(&self) -> bool {
+        self.inner.is_connected()
+    }
+
+    /// See [`crate::Client::counters`].
+    pub fn counters(&self) -> ClientCounters {
+        self.inner.counters()
+    }
+
+    /// See [`crate::Client::limits`].
+    pub fn limits(&self) -> Option<SessionLimits> {
+        self.inner.limits()
+    }
+
+    /// See [`crate::Client::session`].
+    pub fn session(&self) -> Option<u64> {
+        self.inner.session()
+    }
+
+    /// See [`crate::Client::event_fd`].
+    ///
+    /// # Errors
+    /// When not connected, or out of file descriptors.
+    pub fn event_fd(&self) -> Result<OwnedFd, ClientError> {
+        self.inner.event_fd()
+    }
+
+    forward! {
+        /// See [`crate::Client::version`].
+        fn version() -> Result<VersionInfo, ClientError>;
+        /// See [`crate::Client::open_namespace`].
+        fn open_namespace(spec: &NamespaceSpec) -> Result<NamespaceHandle, ClientError>;
+        /// See [`crate::Client::create_region`].
+        fn create_region(layout: RegionLayout) -> Result<RegionHandle, ClientError>;
+        /// See [`crate::Client::register_region`].
+        fn register_region(memory: SharedMemory, layout: RegionLayout)
+            -> Result<RegionHandle, ClientError>;
+        /// See [`crate::Client::lookup`].
+        fn lookup(prefixes: &[(&NamespaceHandle, &[BlockKey])], lease: Duration) -> Lookup;
+        /// See [`crate::Client::try_lookup`].
+        fn try_lookup(prefixes: &[(&NamespaceHandle, &[BlockKey])], lease: Duration)
+            -> Result<Lookup, ClientError>;
+        /// See [`crate::Client::load`].
+        fn load(lease: &Lease, namespace: &NamespaceHandle, region: &RegionHandle,
+            blocks: &[LoadBlock], wait: Duration) -> Ticket;
+        /// See [`crate::Client::store`].
+        fn store(namespace: &NamespaceHandle, conversation: u64, region: &RegionHandle,
+            blocks: &[StoreBlock], wait: Duration) -> Ticket;
+        /// See [`crate::Client::prefetch`].
+        fn prefetch(namespace: &NamespaceHandle, keys: &[BlockKey], wait: Duration) -> Ticket;
+        /// See [`crate::Client::wait`].
+        fn wait(ticket: Ticket, timeout: Duration) -> Result<Vec<Outcome>, Ticket>;
+        /// See [`crate::Client::wait_all`].
+        fn wait_all(tickets: Vec<Ticket>, timeout: Duration) -> Vec<Result<Vec<Outcome>, Ticket>>;
+        /// See [`crate::Client::release`].
+        fn release(lease: Lease) -> Result<(), ClientError>;
+        /// See [`crate::Client::touch`].
+        fn touch(namespace: &NamespaceHandle, keys: &[BlockKey]) -> Result<u64, ClientError>;
+        /// See [`crate::Client::report_bad`].
+        fn report_bad(namespace: &NamespaceHandle, keys: &[BlockKey]) -> Result<u64, ClientError>;
+        /// See [`crate::Client::load_prefix`].
+        fn load_prefix(namespace: &NamespaceHandle, region: &RegionHandle, keys: &[BlockKey],
+            places: &[u32], timeout: Duration) -> LoadedPrefix;
+        /// See [`crate::Client::store_prefix`].
+        fn store_prefix(namespace: &NamespaceHandle, conversation: u64, region: &RegionHandle,
+            keys: &[BlockKey], places: &[u32], timeout: Duration) -> Vec<Outcome>;
+        /// See [`crate::Client::pin`].
+        fn pin(namespace: NamespaceId, keys: &[BlockKey], ttl: Duration)
+            -> Result<Pinned, ClientError>;
+        /// See [`crate::Client::unpin`].
+        fn unpin(pin: PinId) -> Result<u64, ClientError>;
+        /// See [`crate::Client::forget`].
+        fn forget(what: &ForgetWhat) -> Result<u64, ClientError>;
+        /// See [`crate::Client::inspect`].
+        fn inspect(query: &Inspect) -> Result<InspectPage, ClientError>;
+        /// See [`crate::Client::stats`].
+        fn stats() -> Result<StatsReply, ClientError>;
+        /// See [`crate::Client::status`].
+        fn status() -> Result<StatusReport, ClientError>;
+        /// See [`crate::Client::namespaces`].
+        fn namespaces() -> Result<Vec<NamespaceRow>, ClientError>;
+        /// See [`crate::Client::drain`].
+        fn drain(timeout: Duration) -> Result<Drained, ClientError>;
+    }
+}

@@ -1,0 +1,774 @@
+//! The asynchronous client: every verb, with a deadline, and without errors on the paths that an
+//! engine takes.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use kvtide_tiers::block::{BlockKey, NamespaceId, RegionLayout};
+use kvtide_tiers::catalog::{
+    InspectPage, LoadBlock, MissReason, Outcome, PinId, StoreBlock, TicketId,
+};
+use kvtide_tiers::io::SharedMemory;
+use serde_bytes::ByteBuf;
+use tarpc::client::RpcError;
+use tarpc::context::Context;
+
+use crate::config::ClientConfig;
+use crate::connection::{ClientCounters, Link, Shared, supervise};
+use crate::error::ClientError;
+use crate::handles::{
+    Hit, Lease, Lookup, NamespaceHandle, NamespaceInner, RegionHandle, RegionInner, Ticket,
+    TicketKind, TicketState, bind, bound_on,
+};
+use crate::hello::SessionLimits;
+use crate::protocol::{
+    CallError, Drained, KvtideClient, NamespaceRow, NamespaceSpec, Pinned, StatsReply,
+    StatusReport, TicketReply, VersionInfo, WireForget, WireInspect, WireLoad, WirePrefix,
+    WireStore, pack_keys,
+};
+
+/// A connection to kvtided that mends itself. Cheap to clone; closed with the last clone.
+///
+/// Lookups, loads and stores never fail and never hang: with the daemon slow, gone or refusing, a
+/// lookup is [`Lookup::Miss`], and a ticket ends with a miss or a rejection. Other calls say why
+/// they failed. Must be used inside a tokio runtime; [`crate::blocking::Client`] brings its own.
+#[derive(Clone)]
+pub struct Client {
+    guard: Arc<Guard>,
+}
+
+struct Guard {
+    shared: Arc<Shared>,
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.shared.close();
+    }
+}
+
+/// Which namespace to forget from, and what. For operators and owners.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ForgetWhat {
+    /// These blocks, and all that follow them in their chains.
+    Keys(NamespaceId, Vec<BlockKey>),
+    /// What one conversation stored.
+    Conversation(NamespaceId, u64),
+    /// All blocks of a namespace, for good.
+    Namespace(NamespaceId),
+}
+
+/// Which part of the block table to show. The default is the first page of all that the caller
+/// may see.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Inspect {
+    /// Only these namespaces.
+    pub namespaces: Option<Vec<NamespaceId>>,
+    /// Only this tier.
+    pub tier: Option<kvtide_tiers::catalog::Tier>,
+    /// Only keys that start with these bytes.
+    pub key_prefix: Vec<u8>,
+    /// Where the last page ended, 0 at first.
+    pub cursor: u32,
+    /// Most rows; 0 for as many as the daemon gives.
+    pub limit: u32,
+}
+
+/// What [`Client::load_prefix`] brought.
+#[derive(Debug)]
+pub struct LoadedPrefix {
+    /// Blocks from the root on that are in the region now, verified.
+    pub blocks: usize,
+    /// One outcome per block that the lookup had found.
+    pub outcomes: Vec<Outcome>,
+    /// Loads that had not ended in time. Their places may still be written to; wait for them, or
+    /// drop them and leave the places alone ([`RegionHandle::places_in_doubt`]).
+    pub late: Vec<Ticket>,
+}
+
+impl Client {
+    /// Connects. From then on the client reconnects by itself.
+    ///
+    /// # Errors
+    /// When the daemon is not there, refuses, or does not answer within the configured time.
+    pub async fn connect(config: ClientConfig) -> Result<Client, ClientError> {
+        let shared = Shared::new(config);
+        shared.connect().await?;
+        tokio::spawn(supervise(Arc::clone(&shared)));
+        Ok(Client { guard: Arc::new(Guard { shared }) })
+    }
+
+    /// A client that connects in the background as soon as the daemon is there. Until then lookups
+    /// miss, and opening namespaces and regions fails.
+    pub fn connect_later(config: ClientConfig) -> Client {
+        let shared = Shared::new(config);
+        tokio::spawn(supervise(Arc::clone(&shared)));
+        Client { guard: Arc::new(Guard { shared }) }
+    }
+
+    fn shared(&self) -> &Arc<Shared> {
+        &self.guard.shared
+    }
+
+    /// Whether there is a connection just now.
+    pub fn is_connected(&self) -> bool {
+        self.shared().link().is_some()
+    }
+
+    /// Counters since the client was made.
+    pub fn counters(&self) -> ClientCounters {
+        self.shared().counters()
+    }
+
+    /// The daemon's limits for this session, when connected.
+    pub fn limits(&self) -> Option<SessionLimits> {
+        self.shared().link().map(|link| link.welcome.limits)
+    }
+
+    /// The session's number, when connected; another one after each reconnection.
+    pub fn session(&self) -> Option<u64> {
+        self.shared().link().map(|link| link.welcome.session)
+    }
+
+    /// A duplicate of the eventfd that counts ended tickets of this connection. Take a new one
+    /// after a reconnection (when it never becomes readable although tickets end).
+    ///
+    /// # Errors
+    /// When not connected, or out of file descriptors.
+    pub fn event_fd(&self) -> Result<OwnedFd, ClientError> {
+        let link = self.shared().gate()?;
+        link.event_fd().map_err(|error| ClientError::Memory(error.to_string()))
+    }
+
+    async fn ask<T, F>(
+        &self,
+        limit: Duration,
+        ask: impl FnOnce(KvtideClient, Context) -> F,
+    ) -> Result<T, ClientError>
+    where
+        F: Future<Output = Result<T, RpcError>>,
+    {
+        let link = self.shared().gate()?;
+        self.shared().call(&link, limit, ask).await
+    }
+
+    async fn try_ask<T, F>(
+        &self,
+        limit: Duration,
+        ask: impl FnOnce(KvtideClient, Context) -> F,
+    ) -> Result<T, ClientError>
+    where
+        F: Future<Output = Result<Result<T, CallError>, RpcError>>,
+    {
+        Ok(self.ask(limit, ask).await??)
+    }
+
+    fn limit(&self) -> Duration {
+        self.shared().config.call_timeout
+    }
+
+    /// Versions of daemon and protocol.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn version(&self) -> Result<VersionInfo, ClientError> {
+        self.ask(self.limit(), |stub, context| async move { stub.version(context).await }).await
+    }
+
+    /// Opens a namespace. The handle stays valid across reconnections.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn open_namespace(
+        &self,
+        spec: &NamespaceSpec,
+    ) -> Result<NamespaceHandle, ClientError> {
+        let link = self.shared().gate()?;
+        let wire = spec.clone();
+        let opened = self
+            .shared()
+            .call(&link, self.limit(), |stub, context| async move {
+                stub.open_namespace(context, wire).await
+            })
+            .await??;
+        let inner = Arc::new(NamespaceInner {
+            spec: spec.clone(),
+            key: opened.key,
+            bound: Mutex::new(Some((link.generation, opened.id))),
+            key_changed: AtomicBool::new(false),
+        });
+        self.shared().adopt_namespace(&inner);
+        Ok(NamespaceHandle { inner })
+    }
+
+    /// Makes shared memory for `layout` and registers it. The handle stays valid across
+    /// reconnections.
+    ///
+    /// # Errors
+    /// A layout that breaks a rule, no memory, or see [`ClientError`].
+    pub async fn create_region(&self, layout: RegionLayout) -> Result<RegionHandle, ClientError> {
+        layout.check(u64::MAX)?;
+        let memory = SharedMemory::create("kvtide-region", layout.region_bytes())
+            .map_err(|error| ClientError::Memory(error.to_string()))?;
+        self.register_region(memory, layout).await
+    }
+
+    /// Registers memory that the caller has made already (a memfd sealed against shrinking).
+    ///
+    /// # Errors
+    /// A layout that does not fit the memory, or see [`ClientError`].
+    pub async fn register_region(
+        &self,
+        memory: SharedMemory,
+        layout: RegionLayout,
+    ) -> Result<RegionHandle, ClientError> {
+        layout.check(memory.bytes())?;
+        let link = self.shared().gate()?;
+        let inner = RegionInner::new(memory, layout, Arc::downgrade(self.shared()));
+        let inner = Arc::new(inner);
+        let id = self.shared().register(&link, &inner).await?;
+        bind(&inner.bound, Some((link.generation, id)));
+        self.shared().adopt_region(&inner);
+        Ok(RegionHandle { inner })
+    }
+
+    /// The longest run of blocks that all of the prefixes have, with a lease of `lease` on it
+    /// (none for zero). Several prefixes are those of the ranks or groups of one model, all with
+    /// the same number of keys. Keys beyond the daemon's limit per call are not asked for.
+    pub async fn lookup(
+        &self,
+        prefixes: &[(&NamespaceHandle, &[BlockKey])],
+        lease: Duration,
+    ) -> Lookup {
+        match self.try_lookup(prefixes, lease).await {
+            Ok(found) => found,
+            Err(error) => {
+                tracing::debug!(%error, "a lookup failed; taken as a miss");
+                Lookup::Miss
+            }
+        }
+    }
+
+    /// As [`Client::lookup`], but says why nothing could be asked.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn try_lookup(
+        &self,
+        prefixes: &[(&NamespaceHandle, &[BlockKey])],
+        lease: Duration,
+    ) -> Result<Lookup, ClientError> {
+        let link = self.shared().gate()?;
+        let keys_max = keys_per_call(&link) / prefixes.len().max(1);
+        let mut wire = Vec::with_capacity(prefixes.len());
+        for (namespace, keys) in prefixes {
+            let keys = keys.get(..keys_max).unwrap_or(keys);
+            wire.push(WirePrefix {
+                namespace: namespace_on(&link, namespace)?,
+                keys: pack_keys(keys),
+            });
+        }
+        let lease_ms = u32::try_from(lease.as_millis()).unwrap_or(u32::MAX);
+        let reply = self
+            .shared()
+            .call(&link, self.limit(), |stub, context| async move {
+                stub.lookup(context, wire, lease_ms).await
+            })
+            .await??;
+        let lease = reply.lease.map(|id| Lease {
+            id,
+            generation: link.generation,
+            lease_ms: reply.lease_ms,
+            shared: Arc::downgrade(self.shared()),
+        });
+        if reply.blocks == 0 {
+            return Ok(Lookup::Miss);
+        }
+        let blocks = usize::try_from(reply.blocks).unwrap_or(usize::MAX);
+        Ok(Lookup::Hit(Hit { blocks, runs: reply.runs, lease }))
+    }
+
+    /// Copies blocks into a region, waiting up to `wait` for the end (zero: not at all).
+    pub async fn load(
+        &self,
+        lease: &Lease,
+        namespace: &NamespaceHandle,
+        region: &RegionHandle,
+        blocks: &[LoadBlock],
+        wait: Duration,
+    ) -> Ticket {
+        let places: Vec<u32> = blocks.iter().map(|block| block.place).collect();
+        let keys = pack_keys(blocks.iter().map(|block| &block.key));
+        let held = Some((Arc::clone(&region.inner), places.clone()));
+        let prepare = |link: &Link| {
+            check_places(region, &places)?;
+            if lease.generation != link.generation {
+                return Err(ClientError::Call(CallError::NotFound("the lease".into())));
+            }
+            Ok(WireLoad {
+                lease: lease.id,
+                namespace: namespace_on(link, namespace)?,
+                region: region_on(link, region)?,
+                keys,
+                places,
+            })
+        };
+        let ask = |stub: KvtideClient, context, load, wait_ms| async move {
+            stub.load(context, load, wait_ms).await
+        };
+        self.ticket(TicketKind::Load, blocks.len(), held, wait, prepare, ask).await
+    }
+
+    /// Copies blocks out of a region into the cache, waiting up to `wait` for the end (zero: not
+    /// at all). The places may be written to again when the ticket has ended.
+    pub async fn store(
+        &self,
+        namespace: &NamespaceHandle,
+        conversation: u64,
+        region: &RegionHandle,
+        blocks: &[StoreBlock],
+        wait: Duration,
+    ) -> Ticket {
+        let places: Vec<u32> = blocks.iter().map(|block| block.place).collect();
+        let prepare = |link: &Link| {
+            check_places(region, &places)?;
+            Ok(WireStore {
+                namespace: namespace_on(link, namespace)?,
+                conversation,
+                region: region_on(link, region)?,
+                keys: pack_keys(blocks.iter().map(|block| &block.key)),
+                parents: pack_keys(blocks.iter().map(|block| &block.parent)),
+                blocks: blocks
+                    .iter()
+                    .map(|each| (each.position, each.tokens, each.place))
+                    .collect(),
+            })
+        };
+        let ask = |stub: KvtideClient, context, store, wait_ms| async move {
+            stub.store(context, store, wait_ms).await
+        };
+        self.ticket(TicketKind::Store, blocks.len(), None, wait, prepare, ask).await
+    }
+
+    /// Brings blocks of nvme into host RAM ahead of a load.
+    pub async fn prefetch(
+        &self,
+        namespace: &NamespaceHandle,
+        keys: &[BlockKey],
+        wait: Duration,
+    ) -> Ticket {
+        let prepare = |link: &Link| prefix_on(link, namespace, keys);
+        let ask = |stub: KvtideClient, context, prefix, wait_ms| async move {
+            stub.prefetch(context, prefix, wait_ms).await
+        };
+        self.ticket(TicketKind::Prefetch, keys.len(), None, wait, prepare, ask).await
+    }
+
+    async fn ticket<W, F>(
+        &self,
+        kind: TicketKind,
+        blocks: usize,
+        region: Option<(Arc<RegionInner>, Vec<u32>)>,
+        wait: Duration,
+        prepare: impl FnOnce(&Link) -> Result<W, ClientError>,
+        ask: impl FnOnce(KvtideClient, Context, W, u32) -> F,
+    ) -> Ticket
+    where
+        F: Future<Output = Result<Result<TicketReply, CallError>, RpcError>>,
+    {
+        let mut asked = false;
+        let reply = async {
+            let link = self.shared().gate()?;
+            let wire = prepare(&link)?;
+            let wait_ms = u32::try_from(wait.as_millis()).unwrap_or(u32::MAX);
+            let limit = self.limit() + Duration::from_millis(u64::from(wait_ms));
+            asked = true;
+            let call =
+                self.shared().call(&link, limit, |stub, context| ask(stub, context, wire, wait_ms));
+            Ok((link.generation, call.await??))
+        };
+        match reply.await {
+            Ok((generation, TicketReply::Pending(id))) => {
+                Ticket { kind, blocks, state: TicketState::Pending { generation, id }, region }
+            }
+            Ok((_, TicketReply::Ended(outcomes))) if outcomes.len() == blocks => {
+                let state = TicketState::Ended { outcomes, failure: None };
+                Ticket { kind, blocks, state, region: None }
+            }
+            Ok(_) => {
+                let what = "a ticket ended with another number of blocks";
+                failed_ticket(kind, blocks, ClientError::NotKvtide { what })
+            }
+            Err(error) => {
+                // A load whose answer did not come may still be copied.
+                if let (true, TicketKind::Load, ClientError::Deadline { .. }, Some((region, at))) =
+                    (asked, kind, &error, &region)
+                {
+                    region.in_doubt().extend(at.iter().copied());
+                }
+                tracing::debug!(%error, ?kind, "a call failed; taken as a miss");
+                failed_ticket(kind, blocks, error)
+            }
+        }
+    }
+
+    /// Waits for a ticket's end: one outcome per block, in the order of the request.
+    ///
+    /// # Errors
+    /// The ticket itself, when it has not ended within `timeout`. A ticket whose connection is
+    /// gone ends with misses.
+    pub async fn wait(&self, ticket: Ticket, timeout: Duration) -> Result<Vec<Outcome>, Ticket> {
+        let mut all = self.wait_all(vec![ticket], timeout).await;
+        all.pop().unwrap_or_else(|| Ok(Vec::new()))
+    }
+
+    /// Waits for several tickets; the results are in the order of the tickets.
+    ///
+    /// # Errors
+    /// Each ticket that has not ended within `timeout`.
+    pub async fn wait_all(
+        &self,
+        mut tickets: Vec<Ticket>,
+        timeout: Duration,
+    ) -> Vec<Result<Vec<Outcome>, Ticket>> {
+        let until = Instant::now() + timeout.min(crate::protocol::DEADLINE_MAX);
+        loop {
+            let generation = self.shared().link().map(|link| link.generation);
+            let mut pending: Vec<TicketId> = Vec::new();
+            for ticket in &mut tickets {
+                if let TicketState::Pending { generation: on, id } = ticket.state {
+                    if Some(on) == generation {
+                        pending.push(id);
+                    } else {
+                        ticket.end(vec![ticket.kind.gone(); ticket.blocks]);
+                    }
+                }
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if pending.is_empty() {
+                break;
+            }
+            match self.wait_round(pending, left).await {
+                Ok(ends) => settle(&mut tickets, ends),
+                Err(ClientError::Disconnected) => continue,
+                Err(error) => {
+                    tracing::debug!(%error, "a wait failed");
+                    if left.is_zero() || !matches!(error, ClientError::Call(CallError::Busy(_))) {
+                        break;
+                    }
+                }
+            }
+            if left.is_zero() {
+                break;
+            }
+        }
+        tickets.into_iter().map(Ticket::into_outcomes).collect()
+    }
+
+    async fn wait_round(
+        &self,
+        pending: Vec<TicketId>,
+        left: Duration,
+    ) -> Result<Vec<crate::protocol::TicketEnd>, ClientError> {
+        let wait_ms = u32::try_from(left.as_millis()).unwrap_or(u32::MAX);
+        self.try_ask(self.limit() + left, |stub, context| async move {
+            stub.wait(context, pending, wait_ms).await
+        })
+        .await
+    }
+
+    /// Ends a lease now, rather than soon after it is dropped.
+    ///
+    /// # Errors
+    /// See [`ClientError`]; the lease then ends by its expiry.
+    pub async fn release(&self, lease: Lease) -> Result<(), ClientError> {
+        let mut lease = lease;
+        lease.shared = std::sync::Weak::new();
+        let link = self.shared().gate()?;
+        if link.generation == lease.generation {
+            let leases = vec![lease.id];
+            let ask =
+                |stub: KvtideClient, context| async move { stub.release(context, leases).await };
+            self.shared().call(&link, self.limit(), ask).await??;
+        }
+        Ok(())
+    }
+
+    /// Marks blocks as used now; answers how many there were.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn touch(
+        &self,
+        namespace: &NamespaceHandle,
+        keys: &[BlockKey],
+    ) -> Result<u64, ClientError> {
+        let link = self.shared().gate()?;
+        let prefix = prefix_on(&link, namespace, keys)?;
+        self.try_ask(self.limit(), |stub, context| async move { stub.touch(context, prefix).await })
+            .await
+    }
+
+    /// Tells the daemon that these blocks' bytes are wrong: they are dropped and refused.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn report_bad(
+        &self,
+        namespace: &NamespaceHandle,
+        keys: &[BlockKey],
+    ) -> Result<u64, ClientError> {
+        let link = self.shared().gate()?;
+        let prefix = prefix_on(&link, namespace, keys)?;
+        self.try_ask(
+            self.limit(),
+            |stub, context| async move { stub.report_bad(context, prefix).await },
+        )
+        .await
+    }
+
+    /// Looks up a prefix and loads what is there: block `i` into `places[i]`. At most `timeout`.
+    pub async fn load_prefix(
+        &self,
+        namespace: &NamespaceHandle,
+        region: &RegionHandle,
+        keys: &[BlockKey],
+        places: &[u32],
+        timeout: Duration,
+    ) -> LoadedPrefix {
+        let mut loaded = LoadedPrefix { blocks: 0, outcomes: Vec::new(), late: Vec::new() };
+        let until = Instant::now() + timeout.min(crate::protocol::DEADLINE_MAX);
+        let keys = keys.get(..places.len()).unwrap_or(keys);
+        let found = self.lookup(&[(namespace, keys)], timeout + self.limit()).await;
+        let Lookup::Hit(Hit { blocks, lease: Some(lease), .. }) = found else { return loaded };
+        let blocks: Vec<LoadBlock> = keys
+            .iter()
+            .zip(places)
+            .take(blocks)
+            .map(|(key, place)| LoadBlock { key: *key, place: *place })
+            .collect();
+        let left = until.saturating_duration_since(Instant::now());
+        let ticket = self.load(&lease, namespace, region, &blocks, left).await;
+        let left = until.saturating_duration_since(Instant::now());
+        match self.wait(ticket, left).await {
+            Ok(outcomes) => loaded.outcomes = outcomes,
+            Err(late) => {
+                loaded.outcomes = vec![Outcome::Missed(MissReason::Deadline); blocks.len()];
+                loaded.late.push(late);
+            }
+        }
+        let good = |outcome: &&Outcome| matches!(outcome, Outcome::Loaded(_));
+        loaded.blocks = loaded.outcomes.iter().take_while(good).count();
+        loaded
+    }
+
+    /// Stores the last `places.len()` blocks of a prefix, each of the namespace's tokens per block;
+    /// `keys` are those of the whole prefix, root first. At most `timeout`; one outcome per stored
+    /// block, [`Outcome::Busy`] for those that had not ended in time.
+    pub async fn store_prefix(
+        &self,
+        namespace: &NamespaceHandle,
+        conversation: u64,
+        region: &RegionHandle,
+        keys: &[BlockKey],
+        places: &[u32],
+        timeout: Duration,
+    ) -> Vec<Outcome> {
+        let first = keys.len().saturating_sub(places.len());
+        let tokens = namespace.inner.spec.namespace.layout.tokens_per_block;
+        let parents = std::iter::once(&BlockKey::ROOT).chain(keys);
+        let blocks: Vec<StoreBlock> = keys
+            .iter()
+            .zip(parents)
+            .zip(0u32..)
+            .skip(first)
+            .zip(places)
+            .map(|(((key, parent), position), place)| StoreBlock {
+                key: *key,
+                parent: *parent,
+                position,
+                tokens,
+                place: *place,
+            })
+            .collect();
+        let until = Instant::now() + timeout.min(crate::protocol::DEADLINE_MAX);
+        let per_call = self.shared().link().map_or(usize::MAX, |link| keys_per_call(&link));
+        let mut outcomes = Vec::with_capacity(blocks.len());
+        for part in blocks.chunks(per_call.max(1)) {
+            let left = until.saturating_duration_since(Instant::now());
+            let ticket = self.store(namespace, conversation, region, part, left).await;
+            let left = until.saturating_duration_since(Instant::now());
+            let ended = self.wait(ticket, left).await;
+            outcomes.extend(ended.unwrap_or_else(|late| vec![late.kind.busy(); late.blocks]));
+        }
+        outcomes
+    }
+
+    /// Keeps blocks from being evicted for `ttl`, beyond the session's end.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn pin(
+        &self,
+        namespace: NamespaceId,
+        keys: &[BlockKey],
+        ttl: Duration,
+    ) -> Result<Pinned, ClientError> {
+        let prefix = WirePrefix { namespace, keys: pack_keys(keys) };
+        let ttl_ms = u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX);
+        self.try_ask(self.limit(), |stub, context| async move {
+            stub.pin(context, prefix, ttl_ms).await
+        })
+        .await
+    }
+
+    /// Ends a pin.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn unpin(&self, pin: PinId) -> Result<u64, ClientError> {
+        self.try_ask(self.limit(), |stub, context| async move { stub.unpin(context, pin).await })
+            .await
+    }
+
+    /// Drops blocks from all tiers; answers how many.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn forget(&self, what: &ForgetWhat) -> Result<u64, ClientError> {
+        let wire = match what {
+            ForgetWhat::Keys(namespace, keys) => {
+                WireForget::Keys(WirePrefix { namespace: *namespace, keys: pack_keys(keys) })
+            }
+            ForgetWhat::Conversation(namespace, number) => {
+                WireForget::Conversation(*namespace, *number)
+            }
+            ForgetWhat::Namespace(namespace) => WireForget::Namespace(*namespace),
+        };
+        self.try_ask(self.limit(), |stub, context| async move { stub.forget(context, wire).await })
+            .await
+    }
+
+    /// A page of the block table.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn inspect(&self, query: &Inspect) -> Result<InspectPage, ClientError> {
+        let wire = WireInspect {
+            namespaces: query.namespaces.clone(),
+            tier: query.tier,
+            key_prefix: ByteBuf::from(query.key_prefix.clone()),
+            cursor: query.cursor,
+            limit: query.limit,
+        };
+        self.try_ask(self.limit(), |stub, context| async move { stub.inspect(context, wire).await })
+            .await
+    }
+
+    /// Counters.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn stats(&self) -> Result<StatsReply, ClientError> {
+        self.try_ask(self.limit(), |stub, context| async move { stub.stats(context).await }).await
+    }
+
+    /// How the daemon runs.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn status(&self) -> Result<StatusReport, ClientError> {
+        self.try_ask(self.limit(), |stub, context| async move { stub.status(context).await }).await
+    }
+
+    /// The namespaces that the caller may see.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn namespaces(&self) -> Result<Vec<NamespaceRow>, ClientError> {
+        self.try_ask(self.limit(), |stub, context| async move { stub.namespaces(context).await })
+            .await
+    }
+
+    /// Stops admission and writes all dirty blocks down. Operators only.
+    ///
+    /// # Errors
+    /// See [`ClientError`]; past `timeout` the drain goes on.
+    pub async fn drain(&self, timeout: Duration) -> Result<Drained, ClientError> {
+        self.try_ask(timeout, |stub, context| async move { stub.drain(context).await }).await
+    }
+}
+
+impl std::fmt::Debug for Client {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Client")
+            .field("socket", &self.shared().config.socket)
+            .field("connected", &self.is_connected())
+            .finish_non_exhaustive()
+    }
+}
+
+fn keys_per_call(link: &Link) -> usize {
+    usize::try_from(link.welcome.limits.keys_per_call.max(1)).unwrap_or(usize::MAX)
+}
+
+fn namespace_on(link: &Link, namespace: &NamespaceHandle) -> Result<NamespaceId, ClientError> {
+    if namespace.key_changed() {
+        return Err(ClientError::KeyChanged);
+    }
+    bound_on(&namespace.inner.bound, link.generation)
+        .ok_or_else(|| ClientError::Call(CallError::NotFound("the namespace".into())))
+}
+
+fn region_on(
+    link: &Link,
+    region: &RegionHandle,
+) -> Result<kvtide_tiers::catalog::RegionId, ClientError> {
+    bound_on(&region.inner.bound, link.generation)
+        .ok_or_else(|| ClientError::Call(CallError::NotFound("the region".into())))
+}
+
+fn prefix_on(
+    link: &Link,
+    namespace: &NamespaceHandle,
+    keys: &[BlockKey],
+) -> Result<WirePrefix, ClientError> {
+    Ok(WirePrefix { namespace: namespace_on(link, namespace)?, keys: pack_keys(keys) })
+}
+
+/// Refuses places into which an abandoned load may still copy.
+fn check_places(region: &RegionHandle, places: &[u32]) -> Result<(), ClientError> {
+    let in_doubt = region.inner.in_doubt();
+    if !in_doubt.is_empty()
+        && let Some(place) = places.iter().find(|place| in_doubt.contains(place))
+    {
+        let text = format!("place {place} is in doubt: a load into it was given up");
+        return Err(ClientError::Call(CallError::Invalid(text)));
+    }
+    Ok(())
+}
+
+fn failed_ticket(kind: TicketKind, blocks: usize, failure: ClientError) -> Ticket {
+    let outcome = match &failure {
+        ClientError::Call(CallError::Busy(_)) => kind.busy(),
+        ClientError::Deadline { .. } if kind != TicketKind::Store => {
+            Outcome::Missed(MissReason::Deadline)
+        }
+        _ => kind.gone(),
+    };
+    let state = TicketState::Ended { outcomes: vec![outcome; blocks], failure: Some(failure) };
+    Ticket { kind, blocks, state, region: None }
+}
+
+/// Ends the tickets that the daemon says have ended.
+fn settle(tickets: &mut [Ticket], ends: Vec<crate::protocol::TicketEnd>) {
+    for end in ends {
+        let mut matching = tickets.iter_mut().filter(|ticket| ticket.id() == Some(end.ticket));
+        let Some(ticket) = matching.next() else { continue };
+        let outcomes = end.outcomes.filter(|outcomes| outcomes.len() == ticket.blocks);
+        let gone = vec![ticket.kind.gone(); ticket.blocks];
+        ticket.end(outcomes.unwrap_or(gone));
+    }
+}

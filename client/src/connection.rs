@@ -1,0 +1,488 @@
+//! One connection at a time, and the task that keeps it: connects, opens namespaces and registers
+//! regions again, probes while the circuit breaker is open, and ends leases that were dropped.
+//!
+//! Lock order: `Shared::state` is taken for moments only, and never while a handle's lock is held.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use kvtide_tiers::catalog::{LeaseId, Limit, RegionId};
+use tarpc::client::RpcError;
+use tarpc::context::Context;
+use tokio::net::UnixStream;
+use tokio::sync::Notify;
+
+use crate::breaker::Breaker;
+use crate::config::ClientConfig;
+use crate::error::ClientError;
+use crate::handles::{NamespaceInner, RegionInner, bind};
+use crate::hello::{Answer, Hello, HelloKind, Welcome, recv_answer, send_hello};
+use crate::protocol::{CallError, KvtideClient};
+use crate::transport::client_transport;
+
+/// Leases and regions whose end waits to be told; more are left to their expiry and to the end of
+/// the connection.
+const CHORES_MAX: usize = 4096;
+
+/// One connection to the daemon.
+pub(crate) struct Link {
+    pub(crate) generation: u64,
+    pub(crate) stub: KvtideClient,
+    pub(crate) welcome: Welcome,
+    pub(crate) event: OwnedFd,
+}
+
+/// Counters of a client since it was made.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub struct ClientCounters {
+    /// Connections made.
+    pub connections: u64,
+    /// Calls that were answered.
+    pub calls_answered: u64,
+    /// Calls whose deadline passed.
+    pub calls_late: u64,
+    /// Calls that failed because the connection was lost or absent.
+    pub calls_disconnected: u64,
+    /// Calls that were answered at once because the breaker was open.
+    pub calls_skipped: u64,
+    /// Times that the breaker opened.
+    pub breaker_opened: u64,
+}
+
+#[derive(Default)]
+struct Counters {
+    connections: AtomicU64,
+    answered: AtomicU64,
+    late: AtomicU64,
+    disconnected: AtomicU64,
+    skipped: AtomicU64,
+    opened: AtomicU64,
+}
+
+struct State {
+    link: Option<Arc<Link>>,
+    breaker: Breaker,
+    namespaces: Vec<Weak<NamespaceInner>>,
+    regions: Vec<Weak<RegionInner>>,
+    releases: Vec<(u64, LeaseId)>,
+    unregisters: Vec<(u64, RegionId)>,
+    generation: u64,
+    closed: bool,
+}
+
+/// What a client, its handles and its task share.
+pub(crate) struct Shared {
+    pub(crate) config: ClientConfig,
+    state: Mutex<State>,
+    wake: Notify,
+    counters: Counters,
+}
+
+impl Shared {
+    pub(crate) fn new(config: ClientConfig) -> Arc<Shared> {
+        let breaker = Breaker::new(config.breaker_failures, config.backoff, config.backoff_max);
+        Arc::new(Shared {
+            config,
+            state: Mutex::new(State {
+                link: None,
+                breaker,
+                namespaces: Vec::new(),
+                regions: Vec::new(),
+                releases: Vec::new(),
+                unregisters: Vec::new(),
+                generation: 0,
+                closed: false,
+            }),
+            wake: Notify::new(),
+            counters: Counters::default(),
+        })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn link(&self) -> Option<Arc<Link>> {
+        self.state().link.clone()
+    }
+
+    pub(crate) fn close(&self) {
+        let mut state = self.state();
+        state.closed = true;
+        state.link = None;
+        drop(state);
+        self.wake.notify_one();
+    }
+
+    pub(crate) fn counters(&self) -> ClientCounters {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        ClientCounters {
+            connections: read(&self.counters.connections),
+            calls_answered: read(&self.counters.answered),
+            calls_late: read(&self.counters.late),
+            calls_disconnected: read(&self.counters.disconnected),
+            calls_skipped: read(&self.counters.skipped),
+            breaker_opened: read(&self.counters.opened),
+        }
+    }
+
+    pub(crate) fn adopt_namespace(&self, namespace: &Arc<NamespaceInner>) {
+        let mut state = self.state();
+        state.namespaces.retain(|each| each.strong_count() > 0);
+        state.namespaces.push(Arc::downgrade(namespace));
+    }
+
+    pub(crate) fn adopt_region(&self, region: &Arc<RegionInner>) {
+        let mut state = self.state();
+        state.regions.retain(|each| each.strong_count() > 0);
+        state.regions.push(Arc::downgrade(region));
+    }
+
+    pub(crate) fn release_later(&self, generation: u64, lease: LeaseId) {
+        let mut state = self.state();
+        if state.releases.len() < CHORES_MAX {
+            state.releases.push((generation, lease));
+        }
+        drop(state);
+        self.wake.notify_one();
+    }
+
+    pub(crate) fn unregister_later(&self, generation: u64, region: RegionId) {
+        let mut state = self.state();
+        if state.unregisters.len() < CHORES_MAX {
+            state.unregisters.push((generation, region));
+        }
+        drop(state);
+        self.wake.notify_one();
+    }
+
+    /// The connection, unless there is none or the breaker is open. Takes microseconds.
+    pub(crate) fn gate(&self) -> Result<Arc<Link>, ClientError> {
+        let state = self.state();
+        if let Some(probe_at) = state.breaker.probe_at() {
+            self.counters.skipped.fetch_add(1, Ordering::Relaxed);
+            let wait = probe_at.saturating_duration_since(Instant::now());
+            let failures = state.breaker.failures();
+            let retry_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
+            return Err(ClientError::BreakerOpen { failures, retry_ms });
+        }
+        state.link.clone().ok_or_else(|| {
+            self.counters.disconnected.fetch_add(1, Ordering::Relaxed);
+            ClientError::Disconnected
+        })
+    }
+
+    /// Makes one call on `link`, within `limit`.
+    pub(crate) async fn call<T, F>(
+        &self,
+        link: &Arc<Link>,
+        limit: Duration,
+        ask: impl FnOnce(KvtideClient, Context) -> F,
+    ) -> Result<T, ClientError>
+    where
+        F: Future<Output = Result<T, RpcError>>,
+    {
+        let mut context = tarpc::context::current();
+        context.deadline = Instant::now() + limit;
+        let answer = tokio::time::timeout(limit, ask(link.stub.clone(), context)).await;
+        match answer.unwrap_or(Err(RpcError::DeadlineExceeded)) {
+            Ok(answer) => {
+                self.counters.answered.fetch_add(1, Ordering::Relaxed);
+                self.state().breaker.succeeded();
+                Ok(answer)
+            }
+            Err(RpcError::DeadlineExceeded) => {
+                self.counters.late.fetch_add(1, Ordering::Relaxed);
+                self.count_failure();
+                let after_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
+                Err(ClientError::Deadline { after_ms })
+            }
+            Err(RpcError::Server(error)) if error.kind == io::ErrorKind::WouldBlock => {
+                Err(ClientError::Call(CallError::Busy(Limit::Requests)))
+            }
+            Err(RpcError::Server(error)) => {
+                Err(ClientError::Call(CallError::Internal(error.detail)))
+            }
+            Err(RpcError::Send(error)) => {
+                // Too large for a frame, most likely: the connection lives.
+                Err(ClientError::Call(CallError::Invalid(error.to_string())))
+            }
+            Err(RpcError::Shutdown | RpcError::Channel(_)) => {
+                self.counters.disconnected.fetch_add(1, Ordering::Relaxed);
+                self.lost(link.generation);
+                Err(ClientError::Disconnected)
+            }
+        }
+    }
+
+    fn count_failure(&self) {
+        let opened = self.state().breaker.failed(Instant::now());
+        if opened {
+            self.counters.opened.fetch_add(1, Ordering::Relaxed);
+            tracing::warn!(
+                socket = %self.config.socket.display(),
+                "the cache daemon does not answer; going on without it until it does"
+            );
+            self.wake.notify_one();
+        }
+    }
+
+    /// The connection of `generation` is no more.
+    fn lost(&self, generation: u64) {
+        let mut state = self.state();
+        if state.link.as_ref().is_some_and(|link| link.generation == generation) {
+            state.link = None;
+            let namespaces = std::mem::take(&mut state.namespaces);
+            let regions = std::mem::take(&mut state.regions);
+            state.namespaces.extend(namespaces.into_iter().filter(|each| each.strong_count() > 0));
+            state.regions.extend(regions.into_iter().filter(|each| each.strong_count() > 0));
+            drop(state);
+            tracing::warn!(socket = %self.config.socket.display(), "connection lost; reconnecting");
+            self.wake.notify_one();
+        }
+    }
+
+    /// Connects, restores namespaces and regions, and makes the connection the current one.
+    pub(crate) async fn connect(self: &Arc<Self>) -> Result<Arc<Link>, ClientError> {
+        let generation = {
+            let mut state = self.state();
+            state.generation += 1;
+            state.generation
+        };
+        let link = Arc::new(self.dial(generation).await?);
+        self.restore(&link).await?;
+        let mut state = self.state();
+        if state.closed {
+            return Err(ClientError::Disconnected);
+        }
+        state.breaker.succeeded();
+        state.link = Some(Arc::clone(&link));
+        drop(state);
+        self.counters.connections.fetch_add(1, Ordering::Relaxed);
+        Ok(link)
+    }
+
+    async fn dial(self: &Arc<Self>, generation: u64) -> Result<Link, ClientError> {
+        let (stream, welcome, event) = self.hello(HelloKind::Session, None).await?;
+        let event = event.ok_or(ClientError::NotKvtide { what: "no eventfd in the answer" })?;
+        let mut config = tarpc::client::Config::default();
+        config.max_in_flight_requests =
+            usize::try_from(welcome.limits.calls_in_flight.max(1)).unwrap_or(1);
+        let client = KvtideClient::new(config, client_transport(stream));
+        let (stub, dispatch) = (client.client, client.dispatch);
+        let shared = Arc::downgrade(self);
+        tokio::spawn(async move {
+            let ended = dispatch.await;
+            tracing::debug!(?ended, "connection ended");
+            if let Some(shared) = shared.upgrade() {
+                shared.lost(generation);
+            }
+        });
+        Ok(Link { generation, stub, welcome, event })
+    }
+
+    async fn hello(
+        &self,
+        kind: HelloKind,
+        fd: Option<std::os::fd::BorrowedFd<'_>>,
+    ) -> Result<(UnixStream, Welcome, Option<OwnedFd>), ClientError> {
+        let socket = &self.config.socket;
+        let fail = |source| ClientError::Connect { socket: socket.clone(), source };
+        let talk = async {
+            let stream = UnixStream::connect(socket).await.map_err(fail)?;
+            send_hello(&stream, &Hello::new(kind, &self.config.name), fd).await.map_err(fail)?;
+            let (answer, event) = recv_answer(&stream).await.map_err(|error| {
+                if error.kind() == io::ErrorKind::InvalidData {
+                    return ClientError::NotKvtide { what: "the answer to the hello" };
+                }
+                fail(error)
+            })?;
+            match answer {
+                Answer::Welcome(welcome) => Ok((stream, welcome, event)),
+                Answer::Refused { reason, message, .. } => {
+                    Err(ClientError::Refused { reason, message })
+                }
+            }
+        };
+        let limit = self.config.connect_timeout;
+        let after_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
+        tokio::time::timeout(limit, talk).await.unwrap_or(Err(ClientError::Deadline { after_ms }))
+    }
+
+    /// Sends a region's memory and registers it; the number is valid on `link`.
+    pub(crate) async fn register(
+        &self,
+        link: &Arc<Link>,
+        region: &RegionInner,
+    ) -> Result<RegionId, ClientError> {
+        let (session, token) = (link.welcome.session, link.welcome.token);
+        let attach = HelloKind::Attach { session, token };
+        let (_stream, welcome, _) = self.hello(attach, Some(region.memory.fd())).await?;
+        let layout = region.layout.clone();
+        let limit = self.config.call_timeout;
+        let answer = self
+            .call(link, limit, |stub, context| async move {
+                stub.register_region(context, welcome.fd, layout).await
+            })
+            .await?;
+        Ok(answer?)
+    }
+
+    async fn restore(self: &Arc<Self>, link: &Arc<Link>) -> Result<(), ClientError> {
+        let (namespaces, regions) = {
+            let state = self.state();
+            let namespaces: Vec<_> = state.namespaces.iter().filter_map(Weak::upgrade).collect();
+            let regions: Vec<_> = state.regions.iter().filter_map(Weak::upgrade).collect();
+            (namespaces, regions)
+        };
+        for namespace in namespaces {
+            self.restore_namespace(link, &namespace).await?;
+        }
+        for region in regions {
+            bind(&region.bound, None);
+            match self.register(link, &region).await {
+                Ok(id) => {
+                    // The old connection has ended, and with it every load on it.
+                    region.in_doubt().clear();
+                    bind(&region.bound, Some((link.generation, id)));
+                }
+                Err(ClientError::Call(error)) => {
+                    tracing::warn!(%error, "a region could not be registered again; it misses");
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    async fn restore_namespace(
+        &self,
+        link: &Arc<Link>,
+        namespace: &NamespaceInner,
+    ) -> Result<(), ClientError> {
+        let spec = namespace.spec.clone();
+        let limit = self.config.call_timeout;
+        let answer =
+            self.call(link, limit, |stub, context| async move {
+                stub.open_namespace(context, spec).await
+            })
+            .await?;
+        let changed = match answer {
+            Ok(opened) if opened.key == namespace.key => {
+                bind(&namespace.bound, Some((link.generation, opened.id)));
+                false
+            }
+            Ok(_) => true,
+            Err(error) => {
+                tracing::warn!(%error, "a namespace could not be opened again; it misses");
+                bind(&namespace.bound, None);
+                return Ok(());
+            }
+        };
+        if changed {
+            tracing::warn!("the key of a namespace changed; its blocks are unreachable");
+            bind(&namespace.bound, None);
+        }
+        namespace.key_changed.store(changed, Ordering::Release);
+        Ok(())
+    }
+}
+
+/// Keeps the connection until the client is closed.
+pub(crate) async fn supervise(shared: Arc<Shared>) {
+    let mut pause = shared.config.backoff;
+    loop {
+        let (closed, link, probe_at) = {
+            let state = shared.state();
+            (state.closed, state.link.clone(), state.breaker.probe_at())
+        };
+        if closed {
+            return;
+        }
+        match (link, probe_at) {
+            (Some(link), None) => {
+                pause = shared.config.backoff;
+                chores(&shared, &link).await;
+                idle(&shared).await;
+            }
+            (Some(link), Some(at)) => {
+                let pause = at.saturating_duration_since(Instant::now());
+                wait_or_closed(&shared, pause).await;
+                // A connection is kept until the daemon closes it, however long it is silent: only
+                // then is it certain that nothing copies into this client's regions any more.
+                probe(&shared, &link).await;
+            }
+            (None, _) => match shared.connect().await {
+                Ok(_) => tracing::info!(socket = %shared.config.socket.display(), "connected"),
+                Err(error) => {
+                    tracing::debug!(%error, "cannot connect yet");
+                    wait_or_closed(&shared, pause).await;
+                    pause = (pause * 2).min(shared.config.backoff_max);
+                }
+            },
+        }
+    }
+}
+
+/// Waits until something is to be done.
+async fn idle(shared: &Shared) {
+    let waiting = {
+        let state = shared.state();
+        state.releases.is_empty() && state.unregisters.is_empty() && !state.closed
+    };
+    if waiting {
+        shared.wake.notified().await;
+    }
+}
+
+async fn wait_or_closed(shared: &Shared, pause: Duration) {
+    let until = tokio::time::Instant::now() + pause;
+    while !shared.state().closed {
+        if tokio::time::timeout_at(until, shared.wake.notified()).await.is_err() {
+            return;
+        }
+    }
+}
+
+/// Asks for the version; an answer closes the breaker.
+async fn probe(shared: &Arc<Shared>, link: &Arc<Link>) {
+    let limit = shared.config.call_timeout.min(Duration::from_millis(500));
+    let answer =
+        shared.call(link, limit, |stub, context| async move { stub.version(context).await });
+    if answer.await.is_err() {
+        shared.state().breaker.probe_failed(Instant::now());
+    }
+}
+
+/// Tells the daemon about leases and regions that were dropped.
+async fn chores(shared: &Arc<Shared>, link: &Arc<Link>) {
+    let (releases, unregisters) = {
+        let mut state = shared.state();
+        (std::mem::take(&mut state.releases), std::mem::take(&mut state.unregisters))
+    };
+    let generation = link.generation;
+    let leases: Vec<LeaseId> =
+        releases.into_iter().filter(|(on, _)| *on == generation).map(|(_, id)| id).collect();
+    let limit = shared.config.call_timeout;
+    if !leases.is_empty() {
+        let ask = |stub: KvtideClient, context| async move { stub.release(context, leases).await };
+        let _ = shared.call(link, limit, ask).await;
+    }
+    for (_, region) in unregisters.into_iter().filter(|(on, _)| *on == generation) {
+        let ask = |stub: KvtideClient, context| async move {
+            stub.unregister_region(context, region).await
+        };
+        let _ = shared.call(link, limit, ask).await;
+    }
+}
+
+impl Link {
+    /// A duplicate of the eventfd that counts ended tickets.
+    pub(crate) fn event_fd(&self) -> io::Result<OwnedFd> {
+        self.event.as_fd().try_clone_to_owned()
+    }
+}

@@ -1,0 +1,369 @@
+//! What goes over the socket: the service, its messages, and how keys travel.
+//!
+//! A connection starts with a hello (see [`crate::hello`]); what follows is tarpc over frames of at
+//! most [`FRAME_BYTES_MAX`], encoded with bincode. Bytes of blocks never travel here: they lie in
+//! regions that both sides map. Keys travel as one byte string, 32 bytes each.
+//!
+//! Any change of a message's shape is a new [`PROTOCOL_VERSION`]; both sides refuse another one.
+
+// The service macro writes items of its own that carry no documentation.
+#![allow(missing_docs, clippy::too_many_arguments)]
+
+use kvtide_tiers::block::{BlockKey, Codec, Namespace, NamespaceId, NamespaceKey, RegionLayout};
+use kvtide_tiers::catalog::{
+    CatalogStats, InspectPage, LeaseId, Limit, LookupReply, Outcome, PinId, Refusal, RegionId,
+    TicketId, Tier,
+};
+use serde::{Deserialize, Serialize};
+use serde_bytes::ByteBuf;
+
+/// The version of hello and messages that this library speaks.
+pub const PROTOCOL_VERSION: u16 = 1;
+
+/// Bytes of the largest frame that either side accepts.
+pub const FRAME_BYTES_MAX: usize = 4 << 20;
+
+/// Longest time that a request may stay open; longer deadlines are shortened to it.
+pub const DEADLINE_MAX: std::time::Duration = std::time::Duration::from_secs(3600);
+
+/// The service of kvtided.
+#[tarpc::service]
+pub trait Kvtide {
+    /// Versions of daemon and protocol.
+    async fn version() -> VersionInfo;
+    /// Opens a namespace of the caller's tenant, or a shared one.
+    async fn open_namespace(spec: NamespaceSpec) -> Result<OpenedNamespace, CallError>;
+    /// Registers memory sent before over an attach connection.
+    async fn register_region(fd: u64, layout: RegionLayout) -> Result<RegionId, CallError>;
+    /// Ends a registration; loads and stores under way on it end as gone.
+    async fn unregister_region(region: RegionId) -> Result<(), CallError>;
+    /// The longest run that all of the prefixes have.
+    async fn lookup(prefixes: Vec<WirePrefix>, lease_ms: u32) -> Result<LookupReply, CallError>;
+    /// Copies blocks into a region.
+    async fn load(load: WireLoad, wait_ms: u32) -> Result<TicketReply, CallError>;
+    /// Copies blocks out of a region.
+    async fn store(store: WireStore, wait_ms: u32) -> Result<TicketReply, CallError>;
+    /// Brings blocks of nvme into host RAM.
+    async fn prefetch(prefix: WirePrefix, wait_ms: u32) -> Result<TicketReply, CallError>;
+    /// Waits until one of the tickets has ended, and returns all that have.
+    async fn wait(tickets: Vec<TicketId>, wait_ms: u32) -> Result<Vec<TicketEnd>, CallError>;
+    /// Ends leases; answers the number that were alive.
+    async fn release(leases: Vec<LeaseId>) -> Result<u64, CallError>;
+    /// Marks blocks as used now.
+    async fn touch(prefix: WirePrefix) -> Result<u64, CallError>;
+    /// Keeps blocks for a time.
+    async fn pin(prefix: WirePrefix, ttl_ms: u64) -> Result<Pinned, CallError>;
+    /// Ends a pin.
+    async fn unpin(pin: PinId) -> Result<u64, CallError>;
+    /// Drops blocks from all tiers.
+    async fn forget(what: WireForget) -> Result<u64, CallError>;
+    /// Drops blocks that the client found to be wrong, and refuses them until restart.
+    async fn report_bad(prefix: WirePrefix) -> Result<u64, CallError>;
+    /// A page of the block table, of the caller's tenant or, for operators, of all.
+    async fn inspect(query: WireInspect) -> Result<InspectPage, CallError>;
+    /// Counters.
+    async fn stats() -> Result<StatsReply, CallError>;
+    /// How the daemon runs.
+    async fn status() -> Result<StatusReport, CallError>;
+    /// The namespaces that the caller may see.
+    async fn namespaces() -> Result<Vec<NamespaceRow>, CallError>;
+    /// Stops admission and writes all dirty blocks down. Operators only.
+    async fn drain() -> Result<Drained, CallError>;
+}
+
+/// Why a call was not done. A miss is not among them: it is a value.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize, thiserror::Error)]
+#[non_exhaustive]
+pub enum CallError {
+    /// A limit is reached; ask again later.
+    #[error("busy: the limit on {0:?} is reached; ask again later")]
+    Busy(Limit),
+    /// The request cannot be done.
+    #[error("refused: {0:?}")]
+    Refused(Refusal),
+    /// The caller may not do this.
+    #[error("not allowed: {0}")]
+    NotAllowed(String),
+    /// Something in the request is wrong; the text says what and what is allowed.
+    #[error("invalid request: {0}")]
+    Invalid(String),
+    /// Something that the request names is not there (any more).
+    #[error("not found: {0}")]
+    NotFound(String),
+    /// The daemon could not do it for a reason of its own.
+    #[error("the daemon failed: {0}")]
+    Internal(String),
+}
+
+/// Versions of daemon and protocol.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct VersionInfo {
+    /// The daemon's version.
+    pub daemon: String,
+    /// The protocol's version.
+    pub protocol: u16,
+    /// The session of this connection.
+    pub session: u64,
+}
+
+/// A namespace to open.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct NamespaceSpec {
+    /// What must be equal before bytes may be shared.
+    pub namespace: Namespace,
+    /// Name of a shared namespace that the operator declared; `None` for the tenant's own.
+    pub shared: Option<String>,
+}
+
+impl NamespaceSpec {
+    /// A namespace of the caller's own tenant.
+    pub fn own(namespace: Namespace) -> NamespaceSpec {
+        NamespaceSpec { namespace, shared: None }
+    }
+
+    /// A namespace under a name that the operator declared as shared.
+    pub fn shared(namespace: Namespace, name: impl Into<String>) -> NamespaceSpec {
+        NamespaceSpec { namespace, shared: Some(name.into()) }
+    }
+}
+
+/// An opened namespace.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct OpenedNamespace {
+    /// Its number.
+    pub id: NamespaceId,
+    /// The key under which its blocks are named.
+    pub key: NamespaceKey,
+}
+
+/// Keys of one namespace, root first.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct WirePrefix {
+    /// The namespace.
+    pub namespace: NamespaceId,
+    /// 32 bytes per key.
+    pub keys: ByteBuf,
+}
+
+/// Blocks to load.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct WireLoad {
+    /// The lookup's lease.
+    pub lease: LeaseId,
+    /// The namespace.
+    pub namespace: NamespaceId,
+    /// The receiving region.
+    pub region: RegionId,
+    /// 32 bytes per key.
+    pub keys: ByteBuf,
+    /// One place per key.
+    pub places: Vec<u32>,
+}
+
+/// Blocks to store.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct WireStore {
+    /// The namespace.
+    pub namespace: NamespaceId,
+    /// The client's number for its conversation, 0 for none.
+    pub conversation: u64,
+    /// The giving region.
+    pub region: RegionId,
+    /// 32 bytes per key.
+    pub keys: ByteBuf,
+    /// 32 bytes per parent.
+    pub parents: ByteBuf,
+    /// Position, tokens and place of each block.
+    pub blocks: Vec<(u32, u32, u32)>,
+}
+
+/// What to forget.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum WireForget {
+    /// These blocks and all that follow them.
+    Keys(WirePrefix),
+    /// What one conversation stored.
+    Conversation(NamespaceId, u64),
+    /// All blocks of a namespace, on disk as well; for good.
+    Namespace(NamespaceId),
+}
+
+/// Which part of the block table to show.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct WireInspect {
+    /// Only these namespaces.
+    pub namespaces: Option<Vec<NamespaceId>>,
+    /// Only this tier.
+    pub tier: Option<Tier>,
+    /// Only keys that start with these bytes.
+    pub key_prefix: ByteBuf,
+    /// Where the last page ended, 0 at first.
+    pub cursor: u32,
+    /// Most rows to return.
+    pub limit: u32,
+}
+
+/// The answer to load, store and prefetch.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum TicketReply {
+    /// Under way; ask for the outcome with `wait`.
+    Pending(TicketId),
+    /// It ended within `wait_ms`; the ticket is spent.
+    Ended(Vec<Outcome>),
+}
+
+/// A ticket that has ended.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct TicketEnd {
+    /// The ticket.
+    pub ticket: TicketId,
+    /// One outcome per block, in the order of the request; `None` when the daemon knows no such
+    /// ticket of this session (it was waited for before, or never was).
+    pub outcomes: Option<Vec<Outcome>>,
+}
+
+/// The answer to a pin.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Pinned {
+    /// The pin.
+    pub pin: PinId,
+    /// Blocks of the prefix that are pinned, from the root on.
+    pub blocks: u32,
+}
+
+/// The answer to a drain.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Drained {
+    /// Blocks written to nvme.
+    pub blocks_written: u64,
+    /// Dirty blocks that could not be written.
+    pub blocks_lost: u64,
+}
+
+/// One namespace, as its owner and operators see it. Keys and secrets are not shown.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct NamespaceRow {
+    /// Its number.
+    pub id: NamespaceId,
+    /// The tenant that it belongs to, or `shared/NAME`.
+    pub tenant: String,
+    /// Its fields.
+    pub namespace: Namespace,
+    /// Increases whenever the namespace is forgotten.
+    pub generation: u32,
+    /// A public name for its key.
+    pub fingerprint: [u8; 16],
+}
+
+/// Counters of one tenant since the daemon started.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct TenantStats {
+    /// The tenant.
+    pub tenant: String,
+    /// Sessions connected now.
+    pub sessions: u64,
+    /// Lookups asked.
+    pub lookups: u64,
+    /// Keys in all lookups.
+    pub lookup_keys: u64,
+    /// Keys found.
+    pub lookup_hits: u64,
+    /// Blocks loaded from host RAM.
+    pub loaded_host: u64,
+    /// Blocks loaded from nvme.
+    pub loaded_nvme: u64,
+    /// Blocks that loads missed.
+    pub missed: u64,
+    /// Blocks stored, or found present.
+    pub stored: u64,
+    /// Blocks whose store was refused or had no room.
+    pub not_stored: u64,
+}
+
+/// The answer to `stats`.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct StatsReply {
+    /// The whole daemon's counters; operators only.
+    pub catalog: Option<CatalogStats>,
+    /// Per tenant: all for operators, otherwise the caller's own.
+    pub tenants: Vec<TenantStats>,
+    /// Counters of the service; operators only.
+    pub service: Option<ServiceStats>,
+}
+
+/// Counters of connections and calls since the daemon started.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct ServiceStats {
+    /// Connections accepted.
+    pub connections: u64,
+    /// Connections refused at the hello, by reason.
+    pub hellos_refused: Vec<(String, u64)>,
+    /// Connections closed because of a frame that could not be read.
+    pub frames_bad: u64,
+    /// Connections closed because of a panic.
+    pub panics: u64,
+    /// Calls, by verb.
+    pub calls: Vec<(String, u64)>,
+    /// Calls answered busy.
+    pub calls_busy: u64,
+    /// Calls refused as invalid or not allowed.
+    pub calls_refused: u64,
+}
+
+/// How the daemon runs.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct StatusReport {
+    /// The daemon's version.
+    pub version: String,
+    /// The protocol's version.
+    pub protocol: u16,
+    /// The daemon's process.
+    pub pid: u32,
+    /// Seconds since start.
+    pub uptime_s: u64,
+    /// The tenant of the caller.
+    pub tenant: String,
+    /// Whether the caller may see all tenants, drain, and forget what is another's.
+    pub operator: bool,
+    /// The socket.
+    pub socket: String,
+    /// The store folder.
+    pub store: String,
+    /// Whether a drain is under way or done.
+    pub draining: bool,
+    /// Capacity of the host tier, bytes.
+    pub host_bytes: u64,
+    /// What memory the host tier got, in words.
+    pub host_pages: String,
+    /// Capacity of the nvme tier, bytes; 0 when it is off.
+    pub nvme_bytes: u64,
+    /// How nvme is read and written, in words.
+    pub nvme_io: String,
+    /// The device tier, in words.
+    pub device: String,
+    /// Facts stated at start (limits taken from the machine, recovery, what is off and why).
+    pub notes: Vec<String>,
+    /// Sessions connected, of all tenants for operators, otherwise of the caller's.
+    pub sessions: u64,
+    /// Names of the tenants that the caller may see.
+    pub tenants: Vec<String>,
+    /// Names of the shared namespaces that the caller may open.
+    pub shared: Vec<String>,
+    /// The codec of the caller's tenant.
+    pub codec: Codec,
+}
+
+/// Packs keys into one byte string.
+pub fn pack_keys<'a>(keys: impl IntoIterator<Item = &'a BlockKey>) -> ByteBuf {
+    let mut out = Vec::new();
+    for key in keys {
+        out.extend_from_slice(&key.0);
+    }
+    ByteBuf::from(out)
+}
+
+/// Reads keys from one byte string. `None` unless its length is a multiple of 32.
+pub fn unpack_keys(bytes: &[u8]) -> Option<Vec<BlockKey>> {
+    let (keys, rest) = bytes.as_chunks::<32>();
+    rest.is_empty().then(|| keys.iter().map(|key| BlockKey(*key)).collect())
+}
