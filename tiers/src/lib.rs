@@ -6,12 +6,12 @@
 
 pub mod block;
 pub mod catalog;
-#[cfg(feature = "memory")]
-pub mod io;
 #[cfg(feature = "store")]
 pub mod codec;
 #[cfg(feature = "store")]
 pub mod folder;
+#[cfg(feature = "memory")]
+pub mod io;
 #[cfg(feature = "store")]
 pub mod segment;
 #[cfg(feature = "store")]

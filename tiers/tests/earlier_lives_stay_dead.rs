@@ -1,14 +1,11 @@
 //! What an earlier life of a segment left behind, what a payload contains, and what cannot be true
 //! is never taken for a block.
 #![cfg(feature = "store")]
-<<<<<<< HEAD
 #![allow(
     clippy::unwrap_used,
     clippy::indexing_slicing,
     reason = "helpers of tests fail by panicking"
 )]
-=======
->>>>>>> 88a59de44c0b4eca2e9c2ae4c45d48eda518e267
 
 mod store_support;
 
@@ -79,31 +76,19 @@ fn one_changed(change: impl FnOnce(&mut Descriptor)) -> kvtide_tiers::segment::O
     let mut image = Image::create(&folder.path().join("store"));
     let sequence = image.sequence(1);
     image.fill(0, sequence, 4);
-<<<<<<< HEAD
     let (mut descriptor, _) = image.block(0, sequence, 4);
-=======
-    let (mut descriptor, payload) = image.block(0, sequence, 4);
->>>>>>> 88a59de44c0b4eca2e9c2ae4c45d48eda518e267
     change(&mut descriptor);
     let place = Place::Segment { salt: image.salt, segment: 0, sequence };
     image.put(descriptor_offset(0, 4), &descriptor.encode(place));
     image.written.insert((0, sequence, 4), descriptor);
-<<<<<<< HEAD
-=======
-    let _ = payload;
->>>>>>> 88a59de44c0b4eca2e9c2ae4c45d48eda518e267
     image.save();
     image.reopen().unwrap()
 }
 
 #[test]
 fn fields_that_cannot_be_are_refused_by_reason() {
-<<<<<<< HEAD
     type Change = fn(&mut Descriptor);
     let changes: [(&str, Change); 9] = [
-=======
-    let changes: [(&str, fn(&mut Descriptor)); 9] = [
->>>>>>> 88a59de44c0b4eca2e9c2ae4c45d48eda518e267
         ("tokens", |one| one.tokens = 0),
         ("raw", |one| one.raw_bytes = 0),
         ("stored", |one| one.stored_bytes = 0),

@@ -1,14 +1,11 @@
 //! Random damage to a store's metadata: recovery never panics, and gives only descriptors that were
 //! written at that place in that life.
 #![cfg(feature = "store")]
-<<<<<<< HEAD
 #![allow(
     clippy::unwrap_used,
     clippy::indexing_slicing,
     reason = "helpers of tests fail by panicking"
 )]
-=======
->>>>>>> 88a59de44c0b4eca2e9c2ae4c45d48eda518e267
 
 mod store_support;
 

@@ -16,5 +16,5 @@ mod shared;
 #[cfg(feature = "store")]
 pub use aligned::AlignedBuf;
 #[cfg(feature = "store")]
-pub use arena::{Arena, PageKind, SLAB_BYTES_MAX, SlotError, SlotId, SlotRead, SlotWrite};
+pub use arena::{Arena, PageKind, SLAB_BYTES_MAX, SlotError, SlotRead, SlotWrite};
 pub use shared::SharedMemory;

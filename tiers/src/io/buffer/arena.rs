@@ -26,6 +26,7 @@ use serde::{Deserialize, Serialize};
 
 use super::mapping::{HUGE_PAGE_BYTES, Mapping};
 use crate::block::{DESCRIPTOR_BYTES, PAGE_BYTES, page_ceil};
+use crate::catalog::SlotId;
 
 /// The largest slab, so that a slab always fits into one registered buffer of the ring.
 pub const SLAB_BYTES_MAX: u32 = 1 << 30;
@@ -35,17 +36,6 @@ const TOUCH_BYTES: u64 = 8 << 20;
 
 /// The state of a slot that has a writer; smaller numbers count readers.
 const WRITER: u32 = u32::MAX;
-
-/// A slot of the arena: the offset of its first byte, in pages of 4 KiB.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
-pub struct SlotId(pub u32);
-
-impl SlotId {
-    /// Offset in the arena of the slot's first byte.
-    pub fn offset(self) -> u64 {
-        u64::from(self.0) * PAGE_BYTES
-    }
-}
 
 /// What the arena's memory is made of, best first.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]

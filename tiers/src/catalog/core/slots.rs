@@ -14,6 +14,13 @@ use crate::block::{PAGE_BYTES, page_ceil};
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 pub struct SlotId(pub u32);
 
+impl SlotId {
+    /// Offset in the arena of the slot's first byte.
+    pub fn offset(self) -> u64 {
+        u64::from(self.0) * PAGE_BYTES
+    }
+}
+
 /// The index of a size class.
 pub(crate) type ClassId = usize;
 

@@ -4,6 +4,7 @@
 //! being written, coldest at the back; `dirty_bytes` counts those being written too.
 
 use super::event::{Action, NvmeShape};
+use super::flow::Waiter;
 use super::policy::{OrderList, Policy};
 use super::request::{MissReason, OfflineReason, Outcome};
 use super::segments::Segments;
@@ -11,7 +12,6 @@ use super::slots::{ClassId, SlotId, Slots};
 use super::table::{Block, BlockRef, HostCopy, NvmeCopy};
 use super::{Catalog, SessionId};
 use crate::block::page_ceil;
-use crate::catalog::flow::Waiter;
 
 /// The host tier.
 pub(crate) struct HostTier {

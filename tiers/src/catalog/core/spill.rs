@@ -1,13 +1,13 @@
 //! Write-down of dirty blocks to nvme, and reclaim of segments.
 
 use super::Catalog;
+use super::copies::slot_bytes;
 use super::event::{Action, OpError, OpId};
 use super::flow::Op;
 use super::request::{OfflineReason, Reply};
 use super::segments::{SegmentState, Space};
 use super::table::{HostCopy, Location, NIL, NvmeCopy};
 use crate::block::{Codec, Sum128, page_ceil};
-use crate::catalog::copies::slot_bytes;
 
 /// Segments that may fail one after the other, with no write in between that succeeds, before the
 /// tier is taken to be broken.

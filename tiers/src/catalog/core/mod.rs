@@ -1,0 +1,356 @@
+//! The pure core: what is where, and what moves where. No I/O, no clock, no threads.
+//!
+//! [`Catalog::apply`] takes the time and one [`Event`] and returns the [`Action`]s to carry out, in
+//! order. The daemon, the trace simulator and the fault simulation drive this same struct.
+//!
+//! Invariants: a slot belongs to one block; a block that is leased, pinned or read from is not
+//! evicted; a client sees a block only in the namespace that stored it; every ticket ends once;
+//! what may grow is limited by [`CatalogConfig`].
+
+mod admin;
+mod clients;
+mod copies;
+mod event;
+mod flow;
+mod load;
+mod lookup;
+mod policy;
+mod segments;
+mod slots;
+mod spill;
+mod store;
+mod table;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{HashMap, HashSet, VecDeque};
+
+pub use event::{Action, CatalogConfig, Event, Limits, NamespaceInfo, NvmeShape, OpError, OpId};
+pub use policy::{Fifo, Lru, POLICY_NAMES, Policy, Sieve, policy_by_name};
+pub use slots::SlotId;
+
+use super::request;
+use super::request::*;
+use crate::block::{BlockKey, NamespaceId};
+use clients::{Clients, RegionShape, Session};
+use copies::{HostTier, NvmeTier};
+use flow::{Flow, Op, Part, Ticket, TicketKind};
+use table::BlockTable;
+
+/// The state of one node's cache.
+pub struct Catalog {
+    config: CatalogConfig,
+    now: Timestamp,
+    /// Counts touches: an order that is finer than the clock.
+    tick: u64,
+    last_demand: Timestamp,
+    table: BlockTable,
+    namespaces: HashMap<NamespaceId, NamespaceInfo>,
+    host: HostTier,
+    nvme: Option<NvmeTier>,
+    clients: Clients,
+    flow: Flow,
+    bad: BadKeys,
+    counters: Counters,
+    drain: Option<Drain>,
+    actions: Vec<Action>,
+}
+
+/// Keys reported bad, oldest forgotten first.
+#[derive(Default)]
+struct BadKeys {
+    set: HashSet<(NamespaceId, BlockKey)>,
+    order: VecDeque<(NamespaceId, BlockKey)>,
+}
+
+/// A drain under way or done.
+#[derive(Default)]
+struct Drain {
+    asks: Vec<AskId>,
+    written_before: u64,
+}
+
+#[derive(Default)]
+struct Counters {
+    lookups: u64,
+    lookup_keys: u64,
+    lookup_hits: u64,
+    stored: u64,
+    present: u64,
+    store_busy: u64,
+    rejected: HashMap<RejectReason, u64>,
+    missed: HashMap<MissReason, u64>,
+    corrupt: u64,
+    write_failures: u64,
+    read_failures: u64,
+    segments_reclaimed: u64,
+    reinserted: u64,
+    next_sequence: u64,
+    pinned_bytes: u64,
+}
+
+impl Catalog {
+    /// An empty catalog.
+    pub fn new(config: CatalogConfig) -> Catalog {
+        let host = HostTier::new(config.host_bytes, config.slab_bytes);
+        let nvme = config.nvme.as_ref().map(NvmeTier::new);
+        Catalog {
+            table: BlockTable::new(config.hash_seed),
+            config,
+            now: Timestamp(0),
+            tick: 0,
+            last_demand: Timestamp(0),
+            namespaces: HashMap::new(),
+            host,
+            nvme,
+            clients: Clients::default(),
+            flow: Flow::default(),
+            bad: BadKeys::default(),
+            counters: Counters::default(),
+            drain: None,
+            actions: Vec::new(),
+        }
+    }
+
+    /// Takes in what happened and decides what is to be done. `now` must not go backwards.
+    pub fn apply(&mut self, now: Timestamp, event: Event) -> Vec<Action> {
+        self.now = self.now.max(now);
+        match event {
+            Event::Namespace(info) => {
+                self.namespaces.insert(info.id, info);
+            }
+            Event::SessionOpened { session, tenant } => self.open_session(session, tenant),
+            Event::SessionClosed { session } => self.close_session(session),
+            Event::RegionOpened { session, region, places, block_bytes } => {
+                if let Some(holder) = self.clients.sessions.get_mut(&session) {
+                    holder.regions.insert(region);
+                    let shape = RegionShape { session, places, block_bytes };
+                    self.clients.regions.insert(region, shape);
+                }
+            }
+            Event::RegionClosed { session, region } => self.close_region(session, region),
+            Event::Asked { ask, session, request } => self.ask(ask, session, request),
+            Event::Gathered { op, result } => self.gathered(op, result),
+            Event::Compared { op, result } => self.compared(op, result),
+            Event::Scattered { op, result } => self.scattered(op, result),
+            Event::Read { op, result } => self.read_done(op, result),
+            Event::Encoded { op, result } => self.encoded(op, result),
+            Event::Written { op, result } => self.written(op, result),
+            Event::SegmentOpened { segment, result } => {
+                if let Err(error) = result {
+                    self.segment_failed(segment, error);
+                }
+            }
+            Event::CommitFailed { segment, error } => self.segment_failed(segment, error),
+            Event::Tick => self.expire(),
+        }
+        self.pump_fetches();
+        self.pump_reclaim();
+        self.pump_writes();
+        self.drop_surplus_ghosts();
+        self.answer_drain();
+        std::mem::take(&mut self.actions)
+    }
+
+    fn ask(&mut self, ask: AskId, session: SessionId, request: Request) {
+        let demand = !matches!(request, Request::Inspect(_) | Request::Stats | Request::Drain);
+        if demand {
+            self.last_demand = self.now;
+        }
+        let reply = match request {
+            Request::Lookup { prefixes, lease_ms } => self.lookup(session, &prefixes, lease_ms),
+            Request::Load { lease, namespace, region, blocks } => {
+                self.load(session, lease, namespace, region, &blocks)
+            }
+            Request::Store { namespace, conversation, region, blocks } => {
+                self.store(session, namespace, conversation, region, &blocks)
+            }
+            Request::Touch { prefix } => self.touch_prefix(&prefix),
+            Request::Prefetch { prefix } => self.prefetch(session, &prefix),
+            Request::Pin { prefix, ttl_ms } => self.pin_prefix(session, &prefix, ttl_ms),
+            Request::Unpin { pin } => self.unpin(session, pin),
+            Request::Release { lease } => self.release(session, lease),
+            Request::Forget(what) => self.forget(&what),
+            Request::ReportBad { namespace, keys } => self.report_bad(namespace, &keys),
+            Request::Inspect(query) => Reply::Inspect(self.inspect(&query)),
+            Request::Stats => Reply::Stats(Box::new(self.stats())),
+            Request::Drain => {
+                let written = self.nvme.as_ref().map_or(0, |nvme| nvme.blocks_written);
+                let drain = self.drain.get_or_insert_default();
+                if drain.asks.is_empty() {
+                    drain.written_before = written;
+                }
+                drain.asks.push(ask);
+                return;
+            }
+        };
+        self.actions.push(Action::Answer { ask, reply });
+    }
+
+    fn open_session(&mut self, session: SessionId, tenant: TenantId) {
+        let holder =
+            Session { tenant, regions: HashSet::new(), leases: HashSet::new(), tickets: 0 };
+        self.clients.sessions.insert(session, holder);
+    }
+
+    fn close_session(&mut self, session: SessionId) {
+        let Some(holder) = self.clients.sessions.get(&session) else {
+            return;
+        };
+        let leases: Vec<LeaseId> = holder.leases.iter().copied().collect();
+        let regions: Vec<RegionId> = holder.regions.iter().copied().collect();
+        for lease in leases {
+            self.end_lease(lease);
+        }
+        for region in regions {
+            self.close_region(session, region);
+        }
+        let tickets = self.flow.tickets.iter().filter(|(_, ticket)| ticket.session == session);
+        for id in tickets.map(|(id, _)| *id).collect::<Vec<_>>() {
+            self.cut_ticket(id, MissReason::Gone);
+        }
+        self.clients.sessions.remove(&session);
+    }
+
+    fn close_region(&mut self, session: SessionId, region: RegionId) {
+        if self.clients.region_of(session, region).is_none() {
+            return;
+        }
+        self.clients.regions.remove(&region);
+        if let Some(holder) = self.clients.sessions.get_mut(&session) {
+            holder.regions.remove(&region);
+        }
+        let tickets = self.flow.tickets.iter().filter(|(_, ticket)| ticket.region == Some(region));
+        for id in tickets.map(|(id, _)| *id).collect::<Vec<_>>() {
+            self.cut_ticket(id, MissReason::Gone);
+        }
+    }
+
+    fn expire(&mut self) {
+        while let Some(lease) = self.clients.expired_lease(self.now) {
+            self.end_lease(lease);
+        }
+        for pin in self.clients.expired_pins(self.now) {
+            self.end_pin(pin);
+        }
+        let late = self.flow.tickets.iter().take_while(|(_, ticket)| ticket.expires <= self.now);
+        for id in late.map(|(id, _)| *id).collect::<Vec<_>>() {
+            self.cut_ticket(id, MissReason::Deadline);
+        }
+    }
+
+    /// Opens a ticket, or says which limit is reached.
+    fn open_ticket(
+        &mut self,
+        session: SessionId,
+        kind: TicketKind,
+        blocks: usize,
+    ) -> Result<TicketId, Reply> {
+        if blocks > self.config.limits.keys_per_call {
+            return Err(Reply::Refused(Refusal::TooManyKeys));
+        }
+        let Some(holder) = self.clients.sessions.get_mut(&session) else {
+            return Err(Reply::Refused(Refusal::UnknownSession));
+        };
+        if holder.tickets >= self.config.limits.tickets_per_session
+            || self.flow.blocks_open + blocks > self.config.limits.blocks_in_flight
+        {
+            return Err(Reply::Busy(Limit::Tickets));
+        }
+        holder.tickets += 1;
+        let expires = self.now.plus_ms(self.config.limits.ticket_ms);
+        Ok(self.flow.add_ticket(Ticket::new(session, kind, blocks, expires)))
+    }
+
+    /// Gives every block of the ticket that nothing touches now an outcome. Blocks being copied
+    /// keep the ticket open, because the client's memory is still in use.
+    fn cut_ticket(&mut self, id: TicketId, reason: MissReason) {
+        let Some(ticket) = self.flow.tickets.get(&id) else {
+            return;
+        };
+        let outcome = match ticket.kind {
+            TicketKind::Store => Outcome::Busy,
+            TicketKind::Load | TicketKind::Prefetch => Outcome::Missed(reason),
+        };
+        let waiting = (0..ticket.blocks.len()).filter(|at| ticket.is_waiting(*at));
+        for at in waiting.collect::<Vec<_>>() {
+            self.finish(Part { ticket: id, at }, outcome);
+        }
+    }
+
+    /// Records one block's outcome, and ends the ticket with its last one.
+    fn finish(&mut self, part: Part, mut outcome: Outcome) {
+        let Some(ticket) = self.flow.tickets.get_mut(&part.ticket) else {
+            return;
+        };
+        let lease_ended =
+            ticket.lease.is_some_and(|lease| !self.clients.leases.contains_key(&lease));
+        if lease_ended && matches!(outcome, Outcome::Loaded(_)) {
+            outcome = Outcome::Missed(MissReason::LeaseExpired);
+        }
+        if !ticket.finish(part.at, outcome) {
+            return;
+        }
+        self.flow.blocks_open -= 1;
+        self.counters.count(outcome);
+        if let Outcome::Loaded(tier) = outcome {
+            match (tier, &mut self.nvme) {
+                (Tier::Nvme, Some(nvme)) => nvme.hits += 1,
+                _ => self.host.hits += 1,
+            }
+        }
+        self.end_if_complete(part.ticket);
+    }
+
+    fn end_if_complete(&mut self, id: TicketId) {
+        if !self.flow.tickets.get(&id).is_some_and(Ticket::is_complete) {
+            return;
+        }
+        if let Some(ticket) = self.flow.tickets.remove(&id) {
+            if let Some(holder) = self.clients.sessions.get_mut(&ticket.session) {
+                holder.tickets -= 1;
+            }
+            let outcomes = ticket.outcomes();
+            self.actions.push(Action::EndTicket { session: ticket.session, ticket: id, outcomes });
+        }
+    }
+
+    /// The block of an operation that ended, with the operation.
+    fn take_op(&mut self, op: OpId) -> Option<Op> {
+        self.flow.ops.remove(&op)
+    }
+
+    fn wall_s(&self) -> u64 {
+        self.config.epoch_s + self.now.0 / 1_000_000
+    }
+}
+
+impl Counters {
+    fn count(&mut self, outcome: Outcome) {
+        match outcome {
+            Outcome::Stored => self.stored += 1,
+            Outcome::Present => self.present += 1,
+            Outcome::Busy => self.store_busy += 1,
+            Outcome::Rejected(reason) => *self.rejected.entry(reason).or_default() += 1,
+            Outcome::Missed(reason) => *self.missed.entry(reason).or_default() += 1,
+            Outcome::Loaded(_) | Outcome::Fetched => {}
+        }
+    }
+}
+
+impl BadKeys {
+    fn contains(&self, namespace: NamespaceId, key: &BlockKey) -> bool {
+        self.set.contains(&(namespace, *key))
+    }
+
+    fn insert(&mut self, namespace: NamespaceId, key: BlockKey, limit: usize) {
+        if self.set.insert((namespace, key)) {
+            self.order.push_back((namespace, key));
+        }
+        while self.order.len() > limit {
+            if let Some(oldest) = self.order.pop_front() {
+                self.set.remove(&oldest);
+            }
+        }
+    }
+}
