@@ -13,6 +13,8 @@ pub mod folder;
 #[cfg(feature = "memory")]
 pub mod io;
 #[cfg(feature = "store")]
+pub mod movement;
+#[cfg(feature = "store")]
 pub mod segment;
 #[cfg(feature = "store")]
 pub mod tier;

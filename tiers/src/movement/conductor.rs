@@ -1,0 +1,325 @@
+//! The thread that owns the catalog: takes requests and completions in, hands actions out.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::{Receiver, select};
+
+use super::node::Notify;
+use super::pool::{Expect, Job, PoolSender, ReadContext, Shared};
+use crate::catalog::{
+    Action, AskId, Catalog, Event, Limit, OpError, OpId, RegionId, Reply, Request, SessionId,
+    TenantId, Timestamp,
+};
+use crate::io::{AlignedBuf, Region};
+use crate::segment::{StoreGeometry, header_page};
+use crate::tier::nvme::{NvmeJob, NvmeWorker, ReadBuffer, WriteBuffer};
+
+/// Time passes for the catalog at this pace.
+const TICK: Duration = Duration::from_millis(100);
+
+/// Completions handled before a request gets its turn.
+const COMPLETIONS_BATCH: usize = 256;
+
+/// The answer to a request; called once.
+pub(super) type Answer = Box<dyn FnOnce(Reply) + Send>;
+
+/// A request, with the place for its answer.
+pub(super) struct Ask {
+    pub(super) session: SessionId,
+    pub(super) request: Request,
+    pub(super) answer: Answer,
+}
+
+/// What happens besides requests. As many as there are operations, sessions and regions.
+pub(super) enum Signal {
+    Event(Event),
+    OpenSession { session: SessionId, tenant: TenantId, notify: Notify },
+    CloseSession { session: SessionId },
+    OpenRegion { session: SessionId, region: RegionId, memory: Arc<Region> },
+    CloseRegion { session: SessionId, region: RegionId },
+    Stop,
+}
+
+/// Reads of nvme under way.
+pub(super) type Reads = Arc<Mutex<HashMap<u64, ReadContext>>>;
+
+/// The nvme tier at the edge.
+pub(super) struct Device {
+    pub(super) worker: NvmeWorker,
+    pub(super) geometry: StoreGeometry,
+    pub(super) salt: u128,
+    pub(super) reads: Reads,
+}
+
+/// The thread's state.
+pub(super) struct Conductor {
+    pub(super) catalog: Catalog,
+    pub(super) started: Instant,
+    pub(super) asks: Receiver<Ask>,
+    pub(super) signals: Receiver<Signal>,
+    /// For completions of jobs that could not even be handed out.
+    pub(super) refused: Vec<Event>,
+    pub(super) pool: PoolSender,
+    pub(super) shared: Arc<Shared>,
+    pub(super) device: Option<Device>,
+    pub(super) answers: HashMap<AskId, Answer>,
+    pub(super) next_ask: u64,
+    pub(super) sessions: HashMap<SessionId, Notify>,
+    pub(super) regions: HashMap<RegionId, (SessionId, Arc<Region>)>,
+    pub(super) alive: Arc<AtomicBool>,
+}
+
+impl Conductor {
+    /// Runs until told to stop; gives the device back, so that it can be stopped in order.
+    pub(super) fn run(mut self) -> Option<Device> {
+        let mut last_tick = Instant::now();
+        loop {
+            if !self.take_signals() {
+                break;
+            }
+            if last_tick.elapsed() >= TICK {
+                last_tick = Instant::now();
+                self.event(Event::Tick);
+            }
+            if let Ok(ask) = self.asks.try_recv() {
+                // What was signalled before the request was sent comes first.
+                if !self.take_signals() {
+                    (ask.answer)(Reply::Busy(Limit::Draining));
+                    break;
+                }
+                self.ask(ask);
+                continue;
+            }
+            let wait = TICK.saturating_sub(last_tick.elapsed());
+            let (signals, asks) = (self.signals.clone(), self.asks.clone());
+            select! {
+                recv(signals) -> signal => {
+                    if !signal.is_ok_and(|signal| self.signal(signal)) {
+                        break;
+                    }
+                }
+                recv(asks) -> ask => match ask {
+                    Ok(ask) => {
+                        if !self.take_signals() {
+                            (ask.answer)(Reply::Busy(Limit::Draining));
+                            break;
+                        }
+                        self.ask(ask);
+                    }
+                    // All handles are gone; the stop signal follows.
+                    Err(_) => std::thread::sleep(wait.min(Duration::from_millis(1))),
+                },
+                default(wait) => {}
+            }
+        }
+        self.alive.store(false, Ordering::Release);
+        for (_, answer) in self.answers.drain() {
+            answer(Reply::Busy(Limit::Draining));
+        }
+        while let Ok(ask) = self.asks.try_recv() {
+            (ask.answer)(Reply::Busy(Limit::Draining));
+        }
+        self.device.take()
+    }
+
+    /// Takes what has been signalled. `false`: stop.
+    fn take_signals(&mut self) -> bool {
+        for _ in 0..COMPLETIONS_BATCH {
+            match self.signals.try_recv() {
+                Ok(signal) => {
+                    if !self.signal(signal) {
+                        return false;
+                    }
+                }
+                Err(_) => return true,
+            }
+        }
+        true
+    }
+
+    fn signal(&mut self, signal: Signal) -> bool {
+        match signal {
+            Signal::Event(event) => self.event(event),
+            Signal::OpenSession { session, tenant, notify } => {
+                self.sessions.insert(session, notify);
+                self.event(Event::SessionOpened { session, tenant });
+            }
+            Signal::CloseSession { session } => {
+                self.event(Event::SessionClosed { session });
+                self.sessions.remove(&session);
+                self.regions.retain(|_, (owner, _)| *owner != session);
+            }
+            Signal::OpenRegion { session, region, memory } => {
+                let places = memory.places();
+                let block_bytes = u32::try_from(memory.block_bytes()).unwrap_or(u32::MAX);
+                self.regions.insert(region, (session, memory));
+                self.event(Event::RegionOpened { session, region, places, block_bytes });
+            }
+            Signal::CloseRegion { session, region } => {
+                self.event(Event::RegionClosed { session, region });
+                self.regions.retain(|id, (owner, _)| *id != region || *owner != session);
+            }
+            Signal::Stop => return false,
+        }
+        true
+    }
+
+    fn ask(&mut self, ask: Ask) {
+        self.next_ask += 1;
+        let id = AskId(self.next_ask);
+        self.answers.insert(id, ask.answer);
+        self.event(Event::Asked { ask: id, session: ask.session, request: ask.request });
+    }
+
+    fn event(&mut self, event: Event) {
+        let mut next = Some(event);
+        while let Some(event) = next {
+            let now = u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX);
+            for action in self.catalog.apply(Timestamp(now), event) {
+                self.carry_out(action);
+            }
+            next = self.refused.pop();
+        }
+    }
+
+    fn carry_out(&mut self, action: Action) {
+        match action {
+            Action::Answer { ask, reply } => {
+                if let Some(answer) = self.answers.remove(&ask) {
+                    answer(reply);
+                }
+            }
+            Action::EndTicket { session, ticket, outcomes } => {
+                if let Some(notify) = self.sessions.get(&session) {
+                    notify(ticket, outcomes);
+                }
+            }
+            Action::BindSlab { slab, slot_bytes } => {
+                if let Err(error) = self.shared.arena.bind_slab(slab, slot_bytes) {
+                    tracing::error!(slab, %error, "a slab is not free as the catalog thinks");
+                }
+            }
+            Action::Gather { op, region, place, slot, descriptor } => match self.region(region) {
+                Some(region) => self.copy(Job::Gather { op, region, place, slot, descriptor }),
+                None => self.refused.push(Event::Gathered { op, result: Err(OpError::Region) }),
+            },
+            Action::Compare { op, region, place } => match self.region(region) {
+                Some(region) => self.copy(Job::Compare { op, region, place }),
+                None => self.refused.push(Event::Compared { op, result: Err(OpError::Region) }),
+            },
+            Action::Scatter { op, slot, namespace, key, raw_sum, raw_bytes, region, place } => {
+                let expect = Expect { namespace, key, raw_sum, raw_bytes };
+                match self.region(region) {
+                    Some(region) => self.copy(Job::Scatter { op, slot, expect, region, place }),
+                    None => {
+                        self.refused.push(Event::Scattered { op, result: Err(OpError::Region) });
+                    }
+                }
+            }
+            Action::Encode { op, slot, raw_bytes, codec, element } => {
+                self.copy(Job::Encode { op, slot, raw_bytes, codec, element });
+            }
+            Action::DropEncoded { op } => {
+                self.take_encoded(op);
+            }
+            Action::QuarantineSegment { segment } => self.copy(Job::Quarantine { segment }),
+            Action::TierOffline { reason } => {
+                tracing::error!(?reason, "the nvme tier is off until the next start");
+            }
+            other => self.send_to_device(other),
+        }
+    }
+
+    fn region(&self, region: RegionId) -> Option<Arc<Region>> {
+        self.regions.get(&region).map(|(_, memory)| Arc::clone(memory))
+    }
+
+    fn take_encoded(&self, op: OpId) -> Option<AlignedBuf> {
+        self.shared.encoded.lock().unwrap_or_else(PoisonError::into_inner).remove(&op)
+    }
+
+    fn copy(&mut self, job: Job) {
+        if let Err(job) = self.pool.send(job) {
+            tracing::error!("the copy queue is full beyond its computed limit");
+            self.refused.extend(job.failed(OpError::Device));
+        }
+    }
+
+    fn send_to_device(&mut self, action: Action) {
+        let failed = failure_of(&action);
+        let job = match self.device_job(action) {
+            Ok(job) => job,
+            Err(()) => return self.refused.extend(failed),
+        };
+        let Some(device) = &self.device else {
+            return self.refused.extend(failed);
+        };
+        if let Err(job) = device.worker.try_send(job) {
+            if let NvmeJob::Read { op, .. } = &job {
+                device.reads.lock().unwrap_or_else(PoisonError::into_inner).remove(op);
+            }
+            drop(job);
+            tracing::warn!("the nvme queue is full");
+            self.refused.extend(failed);
+        }
+    }
+
+    fn device_job(&mut self, action: Action) -> Result<NvmeJob, ()> {
+        let device = self.device.as_ref().ok_or(())?;
+        Ok(match action {
+            Action::Read { op, slot, descriptor, element, urgent } => {
+                let (segment, offset) = (descriptor.segment, descriptor.offset);
+                let stored_bytes = descriptor.stored_bytes;
+                let buffer = if descriptor.stored_bytes == descriptor.raw_bytes {
+                    let slot = self.shared.arena.write(slot, stored_bytes).map_err(drop)?;
+                    ReadBuffer::Slot(slot)
+                } else {
+                    let pages = crate::block::page_ceil(u64::from(stored_bytes));
+                    ReadBuffer::Pages(AlignedBuf::zeroed(usize::try_from(pages).map_err(drop)?))
+                };
+                let context = ReadContext { slot, descriptor, element };
+                let mut reads = device.reads.lock().unwrap_or_else(PoisonError::into_inner);
+                reads.insert(op.0, context);
+                NvmeJob::Read { op: op.0, segment, offset, stored_bytes, buffer, urgent }
+            }
+            Action::Write { op, slot, index, descriptor } => {
+                let buffer = match slot {
+                    Some(slot) => {
+                        let bytes = descriptor.stored_bytes;
+                        WriteBuffer::Slot(self.shared.arena.read(slot, bytes).map_err(drop)?)
+                    }
+                    None => WriteBuffer::Pages(self.take_encoded(op).ok_or(())?),
+                };
+                let (segment, sequence) = (descriptor.segment, descriptor.segment_sequence);
+                let descriptor = *descriptor;
+                NvmeJob::Write { op: op.0, segment, sequence, index, descriptor, buffer }
+            }
+            Action::OpenSegment { segment, sequence } => {
+                let header = header_page(&device.geometry, device.salt, segment, sequence);
+                NvmeJob::Open { segment, sequence, header }
+            }
+            Action::SealSegment { segment } => NvmeJob::Seal { segment },
+            Action::EraseDescriptor { segment, sequence, index } => {
+                NvmeJob::Erase { segment, sequence, index }
+            }
+            _ => return Err(()),
+        })
+    }
+}
+
+/// The completion of a device action that cannot be carried out.
+fn failure_of(action: &Action) -> Option<Event> {
+    let error = OpError::Device;
+    match action {
+        Action::Read { op, .. } => Some(Event::Read { op: *op, result: Err(error) }),
+        Action::Write { op, .. } => Some(Event::Written { op: *op, result: Err(error) }),
+        Action::OpenSegment { segment, .. } => {
+            Some(Event::SegmentOpened { segment: *segment, result: Err(error) })
+        }
+        Action::SealSegment { segment } => Some(Event::CommitFailed { segment: *segment, error }),
+        _ => None,
+    }
+}

@@ -1,0 +1,162 @@
+//! What carries the catalog's decisions out: one thread that owns the catalog, a small pool that
+//! copies and checks host bytes, and the nvme worker.
+//!
+//! Invariants: only the conductor's thread touches the catalog; the pool verifies every block
+//! between a tier and a client; a guard on a slot is dropped before its completion is sent, so that
+//! the catalog never frees memory in use; every queue is bounded by what the catalog lets be under
+//! way.
+
+mod conductor;
+mod node;
+mod pool;
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::catalog::Limits;
+use crate::io::fault::{FaultConfig, FaultCounts};
+use crate::io::{PageKind, RingChoice, RingReport};
+use crate::segment::{RecoveryReport, StoreGeometry};
+
+pub use node::{Node, NodeHandle, Notify, StartError, StopReport};
+
+/// How a node is set up.
+#[derive(Clone, Debug)]
+pub struct NodeConfig {
+    /// Host RAM.
+    pub host: HostConfig,
+    /// Segments, if wanted.
+    pub nvme: Option<NvmeConfig>,
+    /// Threads that copy and check host bytes. Default: half of the cores, at least 1, at most 8.
+    pub copy_threads: usize,
+    /// What clients may hold.
+    pub limits: Limits,
+    /// Dirty blocks are written down while less than this part of host RAM is free or clean,
+    /// percent. Default: 25.
+    pub clean_percent: u32,
+    /// They are also written when no client asked anything for this long, milliseconds.
+    /// Default: 200.
+    pub idle_ms: u64,
+}
+
+impl NodeConfig {
+    /// A node with this much host RAM and no nvme; the rest by default.
+    pub fn new(host_bytes: u64) -> NodeConfig {
+        let cores = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
+        NodeConfig {
+            host: HostConfig { bytes: host_bytes, slab_bytes: None },
+            nvme: None,
+            copy_threads: (cores / 2).clamp(1, 8),
+            limits: Limits::default(),
+            clean_percent: 25,
+            idle_ms: 200,
+        }
+    }
+}
+
+/// The host tier.
+#[derive(Clone, Copy, Debug)]
+pub struct HostConfig {
+    /// Bytes of the arena; rounded down to whole slabs.
+    pub bytes: u64,
+    /// Bytes of a slab, a multiple of 2 MiB; the largest block. Default: a 64th of the arena,
+    /// 4 MiB to 64 MiB.
+    pub slab_bytes: Option<u32>,
+}
+
+impl HostConfig {
+    /// Bytes of a slab, chosen or by default.
+    pub fn slab(&self) -> u32 {
+        let unit = 2 << 20;
+        let default = (self.bytes / 64 / unit * unit).clamp(4 << 20, 64 << 20);
+        self.slab_bytes.unwrap_or(default as u32)
+    }
+}
+
+/// The nvme tier.
+#[derive(Clone, Debug)]
+pub struct NvmeConfig {
+    /// The store file.
+    pub file: PathBuf,
+    /// Bytes it may have. Fixed when the store is made.
+    pub bytes: u64,
+    /// Bytes of a segment. Default: 256 MiB, less for small stores.
+    pub segment_bytes: Option<u32>,
+    /// The smallest block for which the descriptor areas have room. Default: 64 KiB.
+    pub block_bytes_min: u32,
+    /// Most operations in flight. Default: 32.
+    pub queue_depth: u32,
+    /// io_uring or pread and pwrite. Default: what works.
+    pub ring: RingChoice,
+    /// Faults to inject, for tests.
+    pub fault: Option<FaultConfig>,
+}
+
+impl NvmeConfig {
+    /// The defaults for a store file of `bytes`.
+    pub fn new(file: PathBuf, bytes: u64) -> NvmeConfig {
+        NvmeConfig {
+            file,
+            bytes,
+            segment_bytes: None,
+            block_bytes_min: crate::segment::BLOCK_BYTES_MIN_DEFAULT,
+            queue_depth: 32,
+            ring: RingChoice::Auto,
+            fault: None,
+        }
+    }
+
+    /// The shape of the store. `None` when fewer than four segments fit.
+    pub fn geometry(&self) -> Option<StoreGeometry> {
+        let segment =
+            self.segment_bytes.unwrap_or_else(|| StoreGeometry::segment_bytes_for(self.bytes));
+        StoreGeometry::fit(self.bytes, segment, self.block_bytes_min)
+    }
+}
+
+/// What a node got from the machine and found in its store.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct NodeReport {
+    /// Bytes of the arena.
+    pub host_bytes: u64,
+    /// Bytes of a slab.
+    pub slab_bytes: u32,
+    /// What the arena is made of.
+    pub pages: PageKind,
+    /// Why that.
+    pub pages_why: String,
+    /// Bytes of the arena that were touched so far.
+    pub touched_bytes: u64,
+    /// Threads that copy.
+    pub copy_threads: usize,
+    /// The store, if there is one.
+    pub nvme: Option<NvmeReport>,
+}
+
+/// What the nvme tier got and found.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct NvmeReport {
+    /// The store file.
+    pub file: PathBuf,
+    /// Its shape.
+    pub geometry: StoreGeometry,
+    /// This opening's epoch.
+    pub epoch: u32,
+    /// Whether transfers bypass the page cache.
+    pub direct: bool,
+    /// The device.
+    pub ring: RingReport,
+    /// What recovery found, in words.
+    pub recovery: String,
+    /// Blocks that recovery found.
+    pub recovered_blocks: u64,
+    /// How long opening and recovery took, milliseconds.
+    pub recovery_ms: u64,
+    /// Faults injected so far, in tests.
+    pub faults: Option<FaultCounts>,
+}
+
+fn describe(report: &RecoveryReport) -> String {
+    report.to_string()
+}

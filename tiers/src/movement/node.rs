@@ -1,0 +1,472 @@
+//! Starting, using and stopping a node.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use crossbeam::channel::{Sender, bounded, unbounded};
+
+use super::conductor::{Ask, Conductor, Device, Reads, Signal};
+use super::pool::{Job, Pool, PoolSender, Shared};
+use super::{NodeConfig, NodeReport, NvmeConfig, NvmeReport};
+use crate::block::NamespaceId;
+use crate::catalog::{
+    Catalog, CatalogConfig, Event, Limit, Limits, Lru, NamespaceInfo, NvmeShape, OpError, OpId,
+    Outcome, RegionId, Reply, Request, SessionId, TenantId, TicketId,
+};
+use crate::io::fault::{FaultCounters, FaultDevice};
+use crate::io::{Arena, BlockDevice, OpenDevice, Region, RingStatus, open_device};
+use crate::segment::{OpenStore, SegmentStore, StoreError, StoreWant};
+use crate::tier::nvme::{NvmeDone, NvmeError, NvmeOptions, NvmeWorker};
+
+/// Requests that wait for the catalog at most; more are answered `Busy` at once.
+const REQUESTS_MAX: usize = 4096;
+
+/// Called once for each ticket that ends, from the catalog's thread. Must not block.
+pub type Notify = Arc<dyn Fn(TicketId, Vec<Outcome>) + Send + Sync>;
+
+/// Why a node did not start.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StartError {
+    /// Host RAM is too small for one slab, or the arena could not be made.
+    #[error("cannot get {bytes} bytes of host RAM: {source}; lower `host.bytes`")]
+    Arena {
+        /// How many.
+        bytes: u64,
+        /// Why.
+        source: io::Error,
+    },
+    /// The store is too small for four segments, or its segment size is out of bounds.
+    #[error(
+        "a store of {bytes} bytes cannot be cut into four segments; raise `nvme.bytes`, \
+         or set `nvme.segment_bytes` to a multiple of 1 MiB between 1 MiB and 1 GiB"
+    )]
+    Geometry {
+        /// Bytes of the store.
+        bytes: u64,
+    },
+    /// The store could not be opened.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The device could not be opened, or a thread could not be started.
+    #[error("cannot start the {what}: {source}")]
+    Io {
+        /// What.
+        what: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// What a stop achieved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StopReport {
+    /// Whether the store was marked as cleanly closed.
+    pub clean: bool,
+}
+
+/// A running node. Dropping it without [`Node::stop`] is like a crash, but for the memory.
+pub struct Node {
+    handle: NodeHandle,
+    conductor: JoinHandle<Option<Device>>,
+    pool: Pool,
+    shared: Arc<Shared>,
+}
+
+/// What the parts of a daemon use a node by.
+#[derive(Clone)]
+pub struct NodeHandle(Arc<Handle>);
+
+struct Handle {
+    asks: Sender<Ask>,
+    signals: Sender<Signal>,
+    limits: Limits,
+    next_session: AtomicU64,
+    next_region: AtomicU64,
+    /// Regions of each session.
+    sessions: Mutex<HashMap<SessionId, usize>>,
+    arena: Arc<Arena>,
+    copy_threads: usize,
+    nvme: Option<NvmeFacts>,
+    alive: Arc<AtomicBool>,
+}
+
+struct NvmeFacts {
+    report: NvmeReport,
+    status: Arc<RingStatus>,
+    faults: Option<Arc<FaultCounters>>,
+}
+
+struct OpenedNvme {
+    shape: NvmeShape,
+    open: OpenStore,
+    status: Arc<RingStatus>,
+    started: Instant,
+}
+
+impl Node {
+    /// Starts a node: makes the arena, opens and recovers the store, starts the threads.
+    /// `generation` says which generation of a namespace is alive; blocks of others are left out.
+    ///
+    /// # Errors
+    /// Memory, the store or a thread could not be had.
+    pub fn start(
+        config: NodeConfig,
+        generation: impl Fn(NamespaceId) -> Option<u32>,
+    ) -> Result<Node, StartError> {
+        let slab_bytes = config.host.slab();
+        let bytes = config.host.bytes / u64::from(slab_bytes) * u64::from(slab_bytes);
+        let arena = Arena::create(bytes, slab_bytes)
+            .map_err(|source| StartError::Arena { bytes: config.host.bytes, source })?;
+        let mut opened = match &config.nvme {
+            Some(nvme) => Some(open_store(nvme, generation)?),
+            None => None,
+        };
+        let mut catalog = Catalog::new(catalog_config(&config, bytes, opened.as_ref()));
+        for segment in opened.iter().flat_map(|opened| &opened.open.recovered) {
+            catalog.recover(segment.segment, segment.sequence, &segment.descriptors);
+        }
+        let recovered_blocks = opened
+            .iter_mut()
+            .flat_map(|opened| opened.open.recovered.drain(..))
+            .map(|segment| segment.descriptors.len() as u64)
+            .sum();
+
+        let shared = Arc::new(Shared {
+            arena: Arc::clone(&arena),
+            salt: random_u64(),
+            encoded: Mutex::default(),
+            store: Mutex::new(None),
+        });
+        let (asks, ask_source) = bounded(REQUESTS_MAX);
+        // As many signals as operations, sessions and regions may be under way: all are limited.
+        let (signals, signal_source) = unbounded();
+        let jobs_max = config.limits.blocks_in_flight + REQUESTS_MAX;
+        let to_catalog = signals.clone();
+        let done = move |event| drop(to_catalog.send(Signal::Event(event)));
+        let pool = Pool::start(config.copy_threads, jobs_max, &shared, done)
+            .map_err(|source| StartError::Io { what: "copy threads", source })?;
+        let (device, facts) = match (opened, &config.nvme) {
+            (Some(opened), Some(nvme)) => {
+                let wiring = Wiring { arena: &arena, signals: &signals, pool: pool.sender() };
+                let (device, facts) =
+                    start_device(opened, nvme, recovered_blocks, wiring, &shared)?;
+                (Some(device), Some(facts))
+            }
+            _ => (None, None),
+        };
+        let alive = Arc::new(AtomicBool::new(true));
+        let conductor = Conductor {
+            catalog,
+            started: Instant::now(),
+            asks: ask_source,
+            signals: signal_source,
+            refused: Vec::new(),
+            pool: pool.sender(),
+            shared: Arc::clone(&shared),
+            device,
+            answers: HashMap::new(),
+            next_ask: 0,
+            sessions: HashMap::new(),
+            regions: HashMap::new(),
+            alive: Arc::clone(&alive),
+        };
+        let conductor = std::thread::Builder::new()
+            .name("kvtide-catalog".into())
+            .spawn(move || conductor.run())
+            .map_err(|source| StartError::Io { what: "catalog thread", source })?;
+        let handle = NodeHandle(Arc::new(Handle {
+            asks,
+            signals,
+            limits: config.limits,
+            next_session: AtomicU64::new(0),
+            next_region: AtomicU64::new(0),
+            sessions: Mutex::default(),
+            arena,
+            copy_threads: config.copy_threads.max(1),
+            nvme: facts,
+            alive,
+        }));
+        Ok(Node { handle, conductor, pool, shared })
+    }
+
+    /// A handle for the parts that use the node.
+    pub fn handle(&self) -> NodeHandle {
+        self.handle.clone()
+    }
+
+    /// Stops: what is under way ends, descriptors are committed, the store is marked clean. Dirty
+    /// blocks are lost unless a drain came first. Blocks.
+    pub fn stop(self) -> StopReport {
+        drop(self.handle.0.signals.send(Signal::Stop));
+        let device = self.conductor.join().unwrap_or_else(|_| {
+            tracing::error!("the catalog's thread panicked");
+            None
+        });
+        let had_device = device.is_some();
+        if let Some(device) = device {
+            device.worker.stop();
+        }
+        self.pool.stop();
+        let mut store = self.shared.store.lock().unwrap_or_else(PoisonError::into_inner);
+        let clean = match store.as_mut().filter(|_| had_device).map(SegmentStore::mark_clean) {
+            None => !had_device,
+            Some(Ok(())) => true,
+            Some(Err(error)) => {
+                tracing::error!(%error, "cannot mark the store as cleanly closed");
+                false
+            }
+        };
+        StopReport { clean }
+    }
+}
+
+fn open_store(
+    nvme: &NvmeConfig,
+    generation: impl Fn(NamespaceId) -> Option<u32>,
+) -> Result<OpenedNvme, StartError> {
+    let started = Instant::now();
+    let geometry = nvme.geometry().ok_or(StartError::Geometry { bytes: nvme.bytes })?;
+    let open = SegmentStore::open(&nvme.file, &StoreWant::new(geometry), generation)?;
+    let shape = NvmeShape {
+        geometry: open.geometry,
+        epoch: open.epoch,
+        quarantined: open.quarantined.clone(),
+        write_bytes_in_flight: 8 << 20,
+        reads_in_flight: 64,
+        clean_segments: 4,
+        reinsert_percent: 25,
+    };
+    Ok(OpenedNvme { shape, open, status: RingStatus::new(), started })
+}
+
+fn catalog_config(config: &NodeConfig, bytes: u64, nvme: Option<&OpenedNvme>) -> CatalogConfig {
+    CatalogConfig {
+        host_bytes: bytes,
+        slab_bytes: config.host.slab(),
+        host_policy: || Box::new(Lru::default()),
+        nvme: nvme.map(|opened| opened.shape.clone()),
+        limits: config.limits,
+        clean_percent: config.clean_percent,
+        idle_ms: config.idle_ms,
+        touch_ancestors: true,
+        epoch_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
+        hash_seed: random_u64(),
+    }
+}
+
+/// What the device's completions go to.
+struct Wiring<'a> {
+    arena: &'a Arc<Arena>,
+    signals: &'a Sender<Signal>,
+    pool: PoolSender,
+}
+
+fn start_device(
+    opened: OpenedNvme,
+    nvme: &NvmeConfig,
+    recovered_blocks: u64,
+    wiring: Wiring<'_>,
+    shared: &Shared,
+) -> Result<(Device, NvmeFacts), StartError> {
+    let OpenedNvme { open, status, started, .. } = opened;
+    let faults = nvme.fault.as_ref().map(|_| Arc::new(FaultCounters::default()));
+    let reads: Reads = Arc::default();
+    let open_it = {
+        let what = OpenDevice {
+            file: open.file,
+            arena: Some(Arc::clone(wiring.arena)),
+            choice: nvme.ring,
+            queue_depth: nvme.queue_depth,
+        };
+        let (status, fault) = (Arc::clone(&status), nvme.fault.clone().zip(faults.clone()));
+        move || -> io::Result<Box<dyn BlockDevice>> {
+            let device = open_device(what, &status)?;
+            Ok(match fault {
+                Some((config, counters)) => Box::new(FaultDevice::new(device, config, counters)),
+                None => device,
+            })
+        }
+    };
+    let done = {
+        let (signals, reads, pool) = (wiring.signals.clone(), Arc::clone(&reads), wiring.pool);
+        Box::new(move |done| device_done(done, &signals, &reads, &pool))
+    };
+    let options = NvmeOptions { jobs_max: 16_384, ..NvmeOptions::default() };
+    let worker = NvmeWorker::start(open_it, open.geometry, open.salt, options, done)
+        .map_err(|source| StartError::Io { what: "nvme worker", source })?;
+    let report = NvmeReport {
+        file: nvme.file.clone(),
+        geometry: open.geometry,
+        epoch: open.epoch,
+        direct: open.direct,
+        ring: status.report(),
+        recovery: super::describe(&open.report),
+        recovered_blocks,
+        recovery_ms: u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX),
+        faults: None,
+    };
+    *shared.store.lock().unwrap_or_else(PoisonError::into_inner) = Some(open.store);
+    let device = Device { worker, geometry: open.geometry, salt: open.salt, reads };
+    Ok((device, NvmeFacts { report, status, faults }))
+}
+
+/// Takes a completion of the nvme worker, on its thread.
+fn device_done(done: NvmeDone, signals: &Sender<Signal>, reads: &Reads, pool: &PoolSender) {
+    let event = match done {
+        NvmeDone::Read { op, buffer, result } => {
+            let context = reads.lock().unwrap_or_else(PoisonError::into_inner).remove(&op);
+            let failed = |error| Event::Read { op: OpId(op), result: Err(error) };
+            match (result, context, buffer) {
+                (Ok(()), Some(read), Some(buffer)) => {
+                    let job = Job::Verify { op: OpId(op), read, buffer };
+                    match pool.send(job) {
+                        Ok(()) => return,
+                        Err(_) => failed(OpError::Device),
+                    }
+                }
+                (Err(error), ..) => failed(op_error(error)),
+                _ => failed(OpError::Device),
+            }
+        }
+        NvmeDone::Written { op, result } => {
+            Event::Written { op: OpId(op), result: result.map_err(op_error) }
+        }
+        NvmeDone::Opened { segment, result, .. } => {
+            Event::SegmentOpened { segment, result: result.map_err(op_error) }
+        }
+        NvmeDone::CommitFailed { segment, failure } => {
+            let error = op_error(NvmeError::Device(failure));
+            Event::CommitFailed { segment, error }
+        }
+        NvmeDone::Erased { segment, index, result: Err(error), .. } => {
+            tracing::warn!(segment, index, %error, "cannot erase a descriptor");
+            return;
+        }
+        NvmeDone::Gone { why } => {
+            tracing::error!(why, "the nvme device is gone");
+            Event::CommitFailed { segment: 0, error: OpError::DeviceGone }
+        }
+        NvmeDone::Sealed { .. } | NvmeDone::Erased { .. } | NvmeDone::Synced { .. } => return,
+    };
+    drop(signals.send(Signal::Event(event)));
+}
+
+fn op_error(error: NvmeError) -> OpError {
+    if error.is_device_gone() { OpError::DeviceGone } else { OpError::Device }
+}
+
+fn random_u64() -> u64 {
+    let mut bytes = [0; 8];
+    if let Err(error) = getrandom::fill(&mut bytes) {
+        tracing::warn!(%error, "no randomness from the kernel; the clock seeds instead");
+        return SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_nanos() as u64);
+    }
+    u64::from_le_bytes(bytes)
+}
+
+impl NodeHandle {
+    /// Makes a namespace known, or raises its generation.
+    pub fn add_namespace(&self, info: NamespaceInfo) {
+        self.signal(Signal::Event(Event::Namespace(info)));
+    }
+
+    /// A client connected. `notify` is called once for each of its tickets that ends.
+    ///
+    /// # Errors
+    /// Too many sessions.
+    pub fn open_session(&self, tenant: TenantId, notify: Notify) -> Result<SessionId, Limit> {
+        let session = SessionId(1 + self.0.next_session.fetch_add(1, Ordering::Relaxed));
+        {
+            let mut sessions = self.0.sessions.lock().unwrap_or_else(PoisonError::into_inner);
+            if sessions.len() >= self.0.limits.sessions {
+                return Err(Limit::Requests);
+            }
+            sessions.insert(session, 0);
+        }
+        self.signal(Signal::OpenSession { session, tenant, notify });
+        Ok(session)
+    }
+
+    /// A client is gone: leases, regions and tickets end.
+    pub fn close_session(&self, session: SessionId) {
+        let mut sessions = self.0.sessions.lock().unwrap_or_else(PoisonError::into_inner);
+        if sessions.remove(&session).is_some() {
+            drop(sessions);
+            self.signal(Signal::CloseSession { session });
+        }
+    }
+
+    /// Registers a region of a session.
+    ///
+    /// # Errors
+    /// Too many regions, or the session is gone.
+    pub fn register_region(&self, session: SessionId, memory: Region) -> Result<RegionId, Limit> {
+        {
+            let mut sessions = self.0.sessions.lock().unwrap_or_else(PoisonError::into_inner);
+            let count = sessions.get_mut(&session).ok_or(Limit::Requests)?;
+            if *count >= self.0.limits.regions_per_session {
+                return Err(Limit::Requests);
+            }
+            *count += 1;
+        }
+        let region = RegionId(1 + self.0.next_region.fetch_add(1, Ordering::Relaxed));
+        self.signal(Signal::OpenRegion { session, region, memory: Arc::new(memory) });
+        Ok(region)
+    }
+
+    /// Ends a region of a session. Copies under way finish first.
+    pub fn unregister_region(&self, session: SessionId, region: RegionId) {
+        let mut sessions = self.0.sessions.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = sessions.get_mut(&session) {
+            *count = count.saturating_sub(1);
+        }
+        drop(sessions);
+        self.signal(Signal::CloseRegion { session, region });
+    }
+
+    /// Asks the catalog. `answer` is called exactly once, at once with `Busy` when too many
+    /// requests wait; otherwise from the catalog's thread, where it must not block.
+    pub fn ask(
+        &self,
+        session: SessionId,
+        request: Request,
+        answer: impl FnOnce(Reply) + Send + 'static,
+    ) {
+        let ask = Ask { session, request, answer: Box::new(answer) };
+        if !self.0.alive.load(Ordering::Acquire) {
+            return (ask.answer)(Reply::Busy(Limit::Draining));
+        }
+        if let Err(refused) = self.0.asks.try_send(ask) {
+            (refused.into_inner().answer)(Reply::Busy(Limit::Requests));
+        }
+    }
+
+    /// What the node got from the machine and found in its store.
+    pub fn report(&self) -> NodeReport {
+        let arena = &self.0.arena;
+        NodeReport {
+            host_bytes: arena.bytes(),
+            slab_bytes: arena.slab_bytes(),
+            pages: arena.pages(),
+            pages_why: arena.pages_why().to_owned(),
+            touched_bytes: arena.touched_bytes(),
+            copy_threads: self.0.copy_threads,
+            nvme: self.0.nvme.as_ref().map(|facts| NvmeReport {
+                ring: facts.status.report(),
+                faults: facts.faults.as_ref().map(|faults| faults.counts()),
+                ..facts.report.clone()
+            }),
+        }
+    }
+
+    fn signal(&self, signal: Signal) {
+        if self.0.signals.send(signal).is_err() {
+            tracing::debug!("the node has stopped");
+        }
+    }
+}

@@ -1,0 +1,282 @@
+//! The pool that copies host bytes: gather, compare, scatter, verify, encode.
+//!
+//! Every byte that goes to a client passes [`scatter`], which compares the slot's descriptor and
+//! checksum first. Every byte that comes from nvme passes [`verify`]. What comes from a client is
+//! checksummed in our copy, never in its memory, which it may change at any time.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use crossbeam::channel::{Receiver, Sender, TrySendError, bounded};
+
+use crate::block::{BlockKey, Codec, Descriptor, ElementType, NamespaceId, Place, Sum128};
+use crate::catalog::{Event, OpError, OpId, SlotId};
+use crate::codec;
+use crate::io::{AlignedBuf, Arena, Region, SlotRead, SlotWrite};
+use crate::segment::SegmentStore;
+use crate::tier::nvme::ReadBuffer;
+
+/// One job.
+pub(super) enum Job {
+    Gather { op: OpId, region: Arc<Region>, place: u32, slot: SlotId, descriptor: Box<Descriptor> },
+    Compare { op: OpId, region: Arc<Region>, place: u32 },
+    Scatter { op: OpId, slot: SlotId, expect: Expect, region: Arc<Region>, place: u32 },
+    Verify { op: OpId, read: ReadContext, buffer: ReadBuffer },
+    Encode { op: OpId, slot: SlotId, raw_bytes: u32, codec: Codec, element: ElementType },
+    Quarantine { segment: u32 },
+}
+
+/// What a slot must hold before its bytes may leave.
+pub(super) struct Expect {
+    pub(super) namespace: NamespaceId,
+    pub(super) key: BlockKey,
+    pub(super) raw_sum: Sum128,
+    pub(super) raw_bytes: u32,
+}
+
+/// What a read of nvme is for.
+pub(super) struct ReadContext {
+    pub(super) slot: SlotId,
+    pub(super) descriptor: Box<Descriptor>,
+    pub(super) element: ElementType,
+}
+
+/// What the pool's threads share.
+pub(super) struct Shared {
+    pub(super) arena: Arc<Arena>,
+    /// Salt of the host descriptors.
+    pub(super) salt: u64,
+    /// Encoded payloads that wait for their write.
+    pub(super) encoded: Mutex<HashMap<OpId, AlignedBuf>>,
+    /// The store's superblocks.
+    pub(super) store: Mutex<Option<SegmentStore>>,
+}
+
+/// The pool.
+pub(super) struct Pool {
+    jobs: Option<Sender<Job>>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Pool {
+    /// Starts the threads. `done` is called on them.
+    pub(super) fn start(
+        threads: usize,
+        jobs_max: usize,
+        shared: &Arc<Shared>,
+        done: impl Fn(Event) + Clone + Send + 'static,
+    ) -> std::io::Result<Pool> {
+        let (jobs, source) = bounded(jobs_max);
+        let mut pool = Pool { jobs: Some(jobs), threads: Vec::new() };
+        for number in 0..threads.max(1) {
+            let (source, shared, done) = (source.clone(), Arc::clone(shared), done.clone());
+            let work = move || run(&source, &shared, &done);
+            let name = format!("kvtide-copy-{number}");
+            pool.threads.push(std::thread::Builder::new().name(name).spawn(work)?);
+        }
+        Ok(pool)
+    }
+
+    pub(super) fn sender(&self) -> PoolSender {
+        PoolSender(self.jobs.clone())
+    }
+
+    /// Ends the threads once what was sent is done. All senders must be gone.
+    pub(super) fn stop(mut self) {
+        self.jobs = None;
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a copy thread panicked");
+            }
+        }
+    }
+}
+
+/// Where jobs go in.
+#[derive(Clone)]
+pub(super) struct PoolSender(Option<Sender<Job>>);
+
+impl PoolSender {
+    /// Takes a job, or gives it back when the queue is full or the pool is gone.
+    pub(super) fn send(&self, job: Job) -> Result<(), Box<Job>> {
+        let Some(jobs) = &self.0 else {
+            return Err(Box::new(job));
+        };
+        jobs.try_send(job).map_err(|error| match error {
+            TrySendError::Full(job) | TrySendError::Disconnected(job) => Box::new(job),
+        })
+    }
+}
+
+impl Job {
+    /// The completion of a job that cannot be done.
+    pub(super) fn failed(&self, error: OpError) -> Option<Event> {
+        Some(match self {
+            Job::Gather { op, .. } => Event::Gathered { op: *op, result: Err(error) },
+            Job::Compare { op, .. } => Event::Compared { op: *op, result: Err(error) },
+            Job::Scatter { op, .. } => Event::Scattered { op: *op, result: Err(error) },
+            Job::Verify { op, .. } => Event::Read { op: *op, result: Err(error) },
+            Job::Encode { op, .. } => Event::Encoded { op: *op, result: None },
+            Job::Quarantine { .. } => return None,
+        })
+    }
+}
+
+fn run(source: &Receiver<Job>, shared: &Shared, done: &impl Fn(Event)) {
+    for job in source {
+        let failed = job.failed(OpError::Device);
+        // A panic on one block must not take the pool, or the operation, with it.
+        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| work(job, shared)));
+        match result {
+            Ok(event) => event.into_iter().for_each(done),
+            Err(_) => failed.into_iter().for_each(done),
+        }
+    }
+}
+
+fn work(job: Job, shared: &Shared) -> Option<Event> {
+    Some(match job {
+        Job::Gather { op, region, place, slot, descriptor } => {
+            Event::Gathered { op, result: gather(shared, &region, place, slot, *descriptor) }
+        }
+        Job::Compare { op, region, place } => {
+            Event::Compared { op, result: region.hash(place).map_err(|_| OpError::Region) }
+        }
+        Job::Scatter { op, slot, expect, region, place } => {
+            Event::Scattered { op, result: scatter(shared, slot, &expect, &region, place) }
+        }
+        Job::Verify { op, read, buffer } => {
+            Event::Read { op, result: verify(shared, &read, buffer) }
+        }
+        Job::Encode { op, slot, raw_bytes, codec, element } => {
+            Event::Encoded { op, result: encode(shared, op, slot, raw_bytes, codec, element) }
+        }
+        Job::Quarantine { segment } => {
+            quarantine(shared, segment);
+            return None;
+        }
+    })
+}
+
+fn gather(
+    shared: &Shared,
+    region: &Region,
+    place: u32,
+    slot: SlotId,
+    descriptor: Descriptor,
+) -> Result<Sum128, OpError> {
+    let mut bytes = writer(shared, slot, descriptor.raw_bytes)?;
+    let sum = region.gather(place, &mut bytes).map_err(|_| OpError::Region)?;
+    seal(shared, slot, Descriptor { raw_sum: sum, stored_sum: sum, ..descriptor })?;
+    Ok(sum)
+}
+
+/// Writes the descriptor of a slot whose bytes are in place.
+fn seal(shared: &Shared, slot: SlotId, descriptor: Descriptor) -> Result<(), OpError> {
+    let descriptor = Descriptor {
+        codec: Codec::Raw,
+        stored_bytes: descriptor.raw_bytes,
+        stored_sum: descriptor.raw_sum,
+        segment: 0,
+        segment_sequence: 0,
+        offset: 0,
+        ..descriptor
+    };
+    let place = Place::Host { salt: shared.salt, slot: slot.0 };
+    let set = shared.arena.set_descriptor(slot, &descriptor.encode(place));
+    set.map_err(|error| bug("descriptor table", &error))
+}
+
+fn scatter(
+    shared: &Shared,
+    slot: SlotId,
+    expect: &Expect,
+    region: &Region,
+    place: u32,
+) -> Result<(), OpError> {
+    let bytes = reader(shared, slot, expect.raw_bytes)?;
+    let found = shared.arena.descriptor(slot).ok_or(OpError::Checksum)?;
+    let here = Place::Host { salt: shared.salt, slot: slot.0 };
+    let descriptor = Descriptor::decode(&found, here).map_err(|_| OpError::Checksum)?;
+    let same = descriptor.namespace == expect.namespace
+        && descriptor.key == expect.key
+        && descriptor.raw_bytes == expect.raw_bytes
+        && descriptor.stored_bytes == expect.raw_bytes
+        && descriptor.stored_sum == expect.raw_sum;
+    if !same || Sum128::of(&bytes) != expect.raw_sum {
+        return Err(OpError::Checksum);
+    }
+    region.scatter(place, &bytes).map_err(|_| OpError::Region)
+}
+
+/// Checks what was read from nvme and makes the slot ready: decoded, with its descriptor.
+fn verify(shared: &Shared, read: &ReadContext, buffer: ReadBuffer) -> Result<(), OpError> {
+    let descriptor = &read.descriptor;
+    let stored = buffer
+        .bytes()
+        .get(..descriptor.stored_bytes as usize)
+        .filter(|stored| Sum128::of(stored) == descriptor.stored_sum)
+        .ok_or(OpError::Checksum)?;
+    match descriptor.codec {
+        Codec::Raw => {
+            if descriptor.stored_bytes != descriptor.raw_bytes
+                || descriptor.stored_sum != descriptor.raw_sum
+            {
+                return Err(OpError::Checksum);
+            }
+        }
+        codec @ Codec::Lz4 => {
+            let mut raw = writer(shared, read.slot, descriptor.raw_bytes)?;
+            codec::decode(codec, read.element, stored, &mut raw).map_err(|_| OpError::Checksum)?;
+            if Sum128::of(&raw) != descriptor.raw_sum {
+                return Err(OpError::Checksum);
+            }
+        }
+    }
+    drop(buffer);
+    seal(shared, read.slot, (**descriptor).clone())
+}
+
+fn encode(
+    shared: &Shared,
+    op: OpId,
+    slot: SlotId,
+    raw_bytes: u32,
+    codec: Codec,
+    element: ElementType,
+) -> Option<(u32, Sum128)> {
+    let raw = reader(shared, slot, raw_bytes).ok()?;
+    let stored = codec::encode(codec, element, &raw)?;
+    let bytes = u32::try_from(stored.len()).ok()?;
+    let sum = Sum128::of(&stored);
+    let mut encoded = shared.encoded.lock().unwrap_or_else(PoisonError::into_inner);
+    encoded.insert(op, AlignedBuf::of(&stored));
+    Some((bytes, sum))
+}
+
+fn quarantine(shared: &Shared, segment: u32) {
+    let mut store = shared.store.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(store) = store.as_mut() {
+        let mut all = store.superblock().quarantined.clone();
+        all.push(segment);
+        match store.set_quarantined(&all) {
+            Ok(()) => tracing::warn!(segment, "three reads failed: the segment is out of use"),
+            Err(error) => tracing::error!(segment, %error, "cannot note a failed segment"),
+        }
+    }
+}
+
+fn writer(shared: &Shared, slot: SlotId, bytes: u32) -> Result<SlotWrite, OpError> {
+    shared.arena.write(slot, bytes).map_err(|error| bug("arena", &error))
+}
+
+fn reader(shared: &Shared, slot: SlotId, bytes: u32) -> Result<SlotRead, OpError> {
+    shared.arena.read(slot, bytes).map_err(|error| bug("arena", &error))
+}
+
+/// The arena refuses what the catalog ordered. That is a bug; the block is not handed out.
+fn bug(what: &'static str, error: &dyn std::error::Error) -> OpError {
+    tracing::error!(what, %error, "a slot is not as the catalog thinks; please report this");
+    OpError::Device
+}
