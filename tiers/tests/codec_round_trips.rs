@@ -11,7 +11,8 @@ use proptest::prelude::*;
 use kvtide_tiers::block::{Codec, ElementType};
 use kvtide_tiers::codec::{CodecError, decode, encode, verify};
 
-/// bf16 or f16 values of a gaussian whose scale differs per channel, as in real KV, with 3 % outliers.
+/// bf16 or f16 values of a gaussian whose scale differs per channel, as in real KV, with 3 %
+/// outliers.
 fn gaussian(seed: u64, elements: usize, element: ElementType) -> Vec<u8> {
     let mut state = seed | 1;
     let mut uniform = || {
@@ -125,7 +126,10 @@ proptest! {
     }
 
     #[test]
-    fn garbage_never_panics(stored in prop::collection::vec(any::<u8>(), 0..600), raw in 0usize..600) {
+    fn garbage_never_panics(
+        stored in prop::collection::vec(any::<u8>(), 0..600),
+        raw in 0usize..600,
+    ) {
         let mut out = vec![0; raw];
         let _ = decode(Codec::Lz4, ElementType::F16, &stored, &mut out);
         let _ = verify(Codec::Lz4, &stored, raw);

@@ -10,6 +10,7 @@
 mod store_support;
 
 use kvtide_tiers::block::{BlockKey, Descriptor, NamespaceId, Place};
+use kvtide_tiers::segment::ERASED_DESCRIPTOR;
 use store_support::{GEOMETRY, Image, blocks, descriptor_offset, folder};
 
 #[test]
@@ -55,6 +56,24 @@ fn descriptors_planted_in_a_payload_are_not_parsed() {
     let store = image.reopen().unwrap();
     assert_eq!(blocks(&store), 5);
     assert!(store.recovered[0].descriptors.iter().all(|(_, found)| found.key != planted.key));
+}
+
+#[test]
+fn a_long_run_of_erased_descriptors_does_not_hide_what_is_behind() {
+    let folder = folder();
+    let mut image = Image::create(&folder.path().join("store"));
+    let sequence = image.sequence(1);
+    image.begin(0, sequence);
+    for index in 0..256 {
+        image.put(descriptor_offset(0, index), &ERASED_DESCRIPTOR);
+    }
+    let (mut descriptor, payload) = image.block(0, sequence, 256);
+    descriptor.offset = GEOMETRY.payload_start();
+    image.write(256, &descriptor, &payload);
+    image.save();
+    let store = image.reopen().unwrap();
+    assert_eq!((blocks(&store), store.report.descriptors_erased), (1, 256));
+    assert_eq!(store.report.descriptors_damaged, 0);
 }
 
 #[test]

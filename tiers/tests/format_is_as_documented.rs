@@ -134,7 +134,7 @@ fn all_there(section: &str, bytes: &[u8], fields: &[(&str, &[u8])]) {
 }
 
 #[test]
-fn the_tables_of_format_md_are_true() {
+fn the_page_tables_of_format_md_are_true() {
     let one = superblock();
     let bytes = one.encode();
     all_there(
@@ -176,6 +176,10 @@ fn the_tables_of_format_md_are_true() {
             ("checksum", &bytes[4080..]),
         ],
     );
+}
+
+#[test]
+fn the_descriptor_table_of_format_md_is_true() {
     let (three, place) = descriptor();
     let bytes = three.encode(place);
     all_there(

@@ -11,6 +11,8 @@ mod store_support;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
+use rustix::process::{Resource, getrlimit, setrlimit};
+
 use kvtide_tiers::segment::{
     PAGE, SUPERBLOCK_OFFSETS, SegmentStore, StoreError, StoreGeometry, StoreWant, Superblock,
 };
@@ -165,6 +167,31 @@ fn a_store_that_does_not_fit_says_how_much_is_missing_and_leaves_no_file() {
     assert_eq!(files(folder.path()), 0);
     let nowhere = folder.path().join("missing/store");
     assert!(open(&nowhere).unwrap_err().to_string().contains("cannot make it"));
+}
+
+const LIMITED: &str = "KVTIDE_TEST_LIMITED";
+
+/// Not a test of its own: the process that the next one starts.
+#[test]
+fn limited() {
+    let Some(path) = std::env::var_os(LIMITED) else { return };
+    let mut limit = getrlimit(Resource::Fsize);
+    limit.current = Some(1 << 20);
+    setrlimit(Resource::Fsize, limit).unwrap();
+    let error = open(Path::new(&path)).unwrap_err();
+    assert!(matches!(error, StoreError::TooLarge { .. }), "{error}");
+    assert!(error.to_string().contains("ulimit -f"));
+}
+
+#[test]
+fn a_file_size_limit_is_an_error_and_not_a_deadly_signal() {
+    let folder = tempfile::tempdir().unwrap();
+    let status = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "limited"])
+        .env(LIMITED, folder.path().join("store"))
+        .status();
+    assert!(status.unwrap().success());
+    assert_eq!(files(folder.path()), 0);
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The store folder: one daemon at a time, private secrets, a table that is never silently replaced.
+//! The store folder: one daemon at a time, private secrets, a table never silently replaced.
 #![cfg(feature = "store")]
 #![allow(
     clippy::unwrap_used,

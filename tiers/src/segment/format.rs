@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::{xxh3_64_with_seed, xxh3_128_with_seed};
 
 use super::{SEGMENT_BYTES_RANGE, SUPERBLOCK_AREA_BYTES, StoreGeometry};
-use crate::block::PAGE_BYTES;
+use crate::block::{DESCRIPTOR_BYTES, PAGE_BYTES};
 
 /// Bytes of a page, for arrays.
 pub const PAGE: usize = PAGE_BYTES as usize;
@@ -17,6 +17,15 @@ pub const FORMAT_VERSION: u32 = 1;
 
 /// Most segments that a store can keep out of use. One more, and the tier belongs offline.
 pub const QUARANTINED_MAX: usize = 960;
+
+/// What an erased descriptor's place holds. Zeros would do as well, but a long run of them looks
+/// like the end of the descriptor area, and would hide the blocks behind it from recovery.
+pub const ERASED_DESCRIPTOR: [u8; DESCRIPTOR_BYTES] = {
+    let mut bytes = [0; DESCRIPTOR_BYTES];
+    let (marker, _) = bytes.split_at_mut(4);
+    marker.copy_from_slice(b"KVTx");
+    bytes
+};
 
 /// Where the two superblocks lie, bytes from the start of the store. They are apart so that one
 /// misdirected or torn transfer does not take both.

@@ -422,7 +422,7 @@ impl Check<'_> {
                     valid.push((index, descriptor));
                     continue;
                 }
-                Err(Refusal::Empty) => continue,
+                Err(Refusal::Empty | Refusal::Erased) => continue,
                 Err(Refusal::Stale) => {
                     summary.stale += 1;
                     continue;

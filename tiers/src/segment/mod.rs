@@ -11,8 +11,8 @@ mod recover;
 mod store;
 
 pub use format::{
-    FORMAT_VERSION, FormatError, PAGE, QUARANTINED_MAX, SUPERBLOCK_OFFSETS, SegmentHeader,
-    Superblock, geometry_is_sound,
+    ERASED_DESCRIPTOR, FORMAT_VERSION, FormatError, PAGE, QUARANTINED_MAX, SUPERBLOCK_OFFSETS,
+    SegmentHeader, Superblock, geometry_is_sound,
 };
 pub use fsck::{
     FsckError, FsckOptions, FsckReport, Problem, ProblemKind, SegmentState, SegmentSummary, fsck,

@@ -12,6 +12,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{FallocateFlags, OFlags, fallocate, fstatvfs};
 use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
 
 use super::pages::Pages;
 use super::recover::{Recovered, Source, recover};
@@ -407,7 +408,7 @@ fn create_at(path: &Path, beside: &Path, geometry: &StoreGeometry) -> Result<(),
         created_s: unix_time_s(),
         quarantined: Vec::new(),
     };
-    let write = || {
+    let mut write = || {
         write_superblock(&file, &superblock)?;
         superblock.write += 1;
         write_superblock(&file, &superblock)?;
@@ -416,7 +417,6 @@ fn create_at(path: &Path, beside: &Path, geometry: &StoreGeometry) -> Result<(),
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
         File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
     };
-    let mut write = write;
     write().map_err(|error| failed(path, "make it", error))
 }
 
@@ -424,8 +424,17 @@ fn create_at(path: &Path, beside: &Path, geometry: &StoreGeometry) -> Result<(),
 fn allocate(path: &Path, file: &File, want_bytes: u64) -> Result<(), StoreError> {
     let no_space =
         |missing_bytes| StoreError::NoSpace { path: path.to_owned(), want_bytes, missing_bytes };
-    let free = || fstatvfs(file).map(|fs| fs.f_bavail.saturating_mul(fs.f_frsize)).unwrap_or(0);
+    // A file system without a size of its own (tmpfs, at times) says it has no blocks at all.
+    let free = || match fstatvfs(file) {
+        Ok(fs) if fs.f_blocks > 0 => fs.f_bavail.saturating_mul(fs.f_frsize),
+        _ => u64::MAX,
+    };
     let has = file.metadata().map_or(0, |meta| meta.blocks().saturating_mul(512));
+    // Asked first, because passing the limit is a deadly signal before it is an error.
+    let limit = getrlimit(Resource::Fsize).current;
+    if limit.is_some_and(|limit| limit < want_bytes) {
+        return Err(StoreError::TooLarge { path: path.to_owned(), want_bytes });
+    }
     // Asked first, because a failing fallocate may fill the disk before it fails.
     let missing = want_bytes.saturating_sub(has).saturating_sub(free());
     if missing > 0 {

@@ -38,6 +38,7 @@ pub(crate) fn open(path: &Path) -> Result<OpenStore, StoreError> {
 }
 
 /// A store's bytes, and every descriptor that was ever written to it.
+#[derive(Clone)]
 pub(crate) struct Image {
     pub(crate) path: PathBuf,
     pub(crate) bytes: Vec<u8>,
