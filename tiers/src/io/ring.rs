@@ -12,6 +12,8 @@
 //! 3. At most one entry of the submission queue exists per operation, plus one for the wake-up and
 //!    one for the cancellation, and the queue has room for all of them.
 
+#![expect(unsafe_code, reason = "one of the four homes of unsafe code: raw memory and the ring")]
+
 use std::fmt;
 use std::fs::File;
 use std::io;
@@ -187,6 +189,13 @@ impl RingDevice {
             self.ring.submit()?;
         }
         Err(io::Error::other("the ring's submission queue does not empty"))
+    }
+
+    /// Lets a completion come that belongs to no operation.
+    #[cfg(test)]
+    pub(super) fn push_foreign(&mut self, user_data: u64) {
+        // SAFETY: a no-operation points to no memory.
+        unsafe { self.push_entry(&opcode::Nop::new().build().user_data(user_data)).unwrap() }
     }
 
     /// Watches the eventfd, once.
