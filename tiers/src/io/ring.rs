@@ -22,7 +22,7 @@ use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use io_uring::{IoUring, Probe, opcode, squeue, types};
+use io_uring::{EnterFlags, IoUring, Probe, opcode, squeue, types};
 use rustix::event::EventfdFlags;
 use rustix::io::Errno;
 
@@ -218,7 +218,11 @@ impl RingDevice {
         });
         let args = types::SubmitArgs::new();
         let args = span.iter().fold(args, |args, span| args.timespec(span));
-        match self.ring.submitter().submit_with_args(1, &args) {
+        // Waiting for a wake-up alone is not waiting for a disk: monitoring would show an idle
+        // daemon as a CPU that waits for I/O.
+        let idle = self.under_way() == 0 && self.ring.params().is_feature_no_iowait();
+        let flags = if idle { EnterFlags::NO_IOWAIT } else { EnterFlags::empty() };
+        match self.ring.submitter().submit_with_args_and_flags(1, &args, flags) {
             Ok(_) => Ok(()),
             Err(error) => match Errno::from_io_error(&error) {
                 // Out of time; a signal; completions to be taken first.

@@ -160,6 +160,7 @@ impl Arena {
             return bad("the arena is larger than 16 TiB");
         }
         let source = Source::best(bytes)?;
+        tracing::info!(bytes, pages = source.pages.name(), why = source.why, "host arena");
         let table_bytes = bytes / PAGE_BYTES * DESCRIPTOR_BYTES as u64;
         let descriptor_fd = memfd("kvtide-descriptors", table_bytes, MemfdFlags::empty())?;
         let descriptors = Mapping::of_file(descriptor_fd.as_fd(), table_bytes)?;
