@@ -4,6 +4,8 @@
 //! then `movement` (what carries decisions out). With default features off only [`block`]
 //! and the words of requests and answers in [`catalog`] are built, which is all that a client needs.
 
+#![deny(unsafe_code)]
+
 pub mod block;
 pub mod catalog;
 #[cfg(feature = "store")]

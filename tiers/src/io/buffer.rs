@@ -6,6 +6,8 @@
 //! * [`Arena`] is the host tier's memory: nobody else maps it, so its guards give references.
 //! * [`AlignedBuf`] is heap memory for what does not fit a slot: descriptor pages, probes.
 
+#![expect(unsafe_code, reason = "one of the four homes of unsafe code: raw memory and the ring")]
+
 #[cfg(feature = "store")]
 mod aligned;
 #[cfg(feature = "store")]

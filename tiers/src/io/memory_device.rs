@@ -28,6 +28,8 @@ struct State {
     writes: u64,
     reads: u64,
     syncs: u64,
+    /// Length of the log at each sync, if it is logged.
+    synced: Vec<usize>,
     /// Completions are held back.
     held: bool,
     /// Every operation fails with this error number from now on.
@@ -70,6 +72,11 @@ impl MemoryImage {
     /// The writes so far, if they are logged.
     pub fn log(&self) -> Vec<LoggedWrite> {
         self.0.state().log.clone().unwrap_or_default()
+    }
+
+    /// For each sync so far, how many logged writes came before it: what a power cut cannot take.
+    pub fn syncs(&self) -> Vec<usize> {
+        self.0.state().synced.clone()
     }
 
     /// Number of writes, reads and syncs so far.
@@ -177,7 +184,13 @@ impl BlockDevice for MemoryDevice {
     fn sync(&mut self) -> io::Result<()> {
         let mut state = self.shared.state();
         state.syncs += 1;
-        state.fails.map_or(Ok(()), |errno| Err(io::Error::from_raw_os_error(errno)))
+        if let Some(errno) = state.fails {
+            return Err(io::Error::from_raw_os_error(errno));
+        }
+        if let Some(writes) = state.log.as_ref().map(Vec::len) {
+            state.synced.push(writes);
+        }
+        Ok(())
     }
 
     fn waker(&self) -> Waker {

@@ -21,6 +21,9 @@ pub mod fault;
 pub mod memory_device;
 #[cfg(feature = "uring")]
 mod ring;
+#[cfg(test)]
+#[cfg(feature = "store")]
+mod tests;
 
 #[cfg(feature = "store")]
 pub use blocking::BlockingDevice;

@@ -12,6 +12,8 @@
 //! 3. At most one entry of the submission queue exists per operation, plus one for the wake-up and
 //!    one for the cancellation, and the queue has room for all of them.
 
+#![expect(unsafe_code, reason = "one of the four homes of unsafe code: raw memory and the ring")]
+
 use std::fmt;
 use std::fs::File;
 use std::io;
@@ -20,7 +22,7 @@ use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use io_uring::{IoUring, Probe, opcode, squeue, types};
+use io_uring::{EnterFlags, IoUring, Probe, opcode, squeue, types};
 use rustix::event::EventfdFlags;
 use rustix::io::Errno;
 
@@ -189,6 +191,13 @@ impl RingDevice {
         Err(io::Error::other("the ring's submission queue does not empty"))
     }
 
+    /// Lets a completion come that belongs to no operation.
+    #[cfg(test)]
+    pub(super) fn push_foreign(&mut self, user_data: u64) {
+        // SAFETY: a no-operation points to no memory.
+        unsafe { self.push_entry(&opcode::Nop::new().build().user_data(user_data)).unwrap() }
+    }
+
     /// Watches the eventfd, once.
     fn arm_wake(&mut self) -> io::Result<()> {
         if self.wake_armed {
@@ -209,7 +218,11 @@ impl RingDevice {
         });
         let args = types::SubmitArgs::new();
         let args = span.iter().fold(args, |args, span| args.timespec(span));
-        match self.ring.submitter().submit_with_args(1, &args) {
+        // Waiting for a wake-up alone is not waiting for a disk: monitoring would show an idle
+        // daemon as a CPU that waits for I/O.
+        let idle = self.under_way() == 0 && self.ring.params().is_feature_no_iowait();
+        let flags = if idle { EnterFlags::NO_IOWAIT } else { EnterFlags::empty() };
+        match self.ring.submitter().submit_with_args_and_flags(1, &args, flags) {
             Ok(_) => Ok(()),
             Err(error) => match Errno::from_io_error(&error) {
                 // Out of time; a signal; completions to be taken first.

@@ -18,6 +18,8 @@
 
 mod erase;
 mod segments;
+#[cfg(test)]
+mod tests;
 mod worker;
 
 use std::io;

@@ -150,6 +150,7 @@ impl Arena {
             return bad("the arena is larger than 16 TiB");
         }
         let source = Source::best(bytes)?;
+        tracing::info!(bytes, pages = source.pages.name(), why = source.why, "host arena");
         let table_bytes = bytes / PAGE_BYTES * DESCRIPTOR_BYTES as u64;
         let descriptor_fd = memfd("kvtide-descriptors", table_bytes, MemfdFlags::empty())?;
         let descriptors = Mapping::of_file(descriptor_fd.as_fd(), table_bytes)?;
@@ -656,5 +657,252 @@ impl Deref for SlotRead {
 impl fmt::Debug for SlotRead {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(out, "SlotRead({:?}, {} bytes)", self.borrow.slot, self.borrow.len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const SLAB: u32 = 64 << 10;
+
+    #[test]
+    fn borrows_are_checked_like_a_ref_cell() {
+        let arena = Arena::create(4 * u64::from(SLAB), SLAB).unwrap();
+        arena.bind_slab(1, 8192).unwrap();
+        let slot = arena.slot(1, 3).unwrap();
+        assert_eq!(slot, SlotId((SLAB + 3 * 8192) / 4096));
+        let mut writer = arena.write(slot, 5000).unwrap();
+        writer.fill(7);
+        assert_eq!(arena.read(slot, 1).unwrap_err(), SlotError::Busy(slot));
+        assert_eq!(arena.write(slot, 1).unwrap_err(), SlotError::Busy(slot));
+        assert_eq!(arena.bind_slab(1, 4096), Err(SlotError::SlabInUse(1)));
+        let one = writer.into_read();
+        let mut two = arena.read(slot, 5000).unwrap();
+        assert_eq!(&one[..], &two[..]);
+        assert_eq!(arena.write(slot, 1).unwrap_err(), SlotError::Busy(slot));
+        drop(one);
+        assert_eq!(arena.write(slot, 1).unwrap_err(), SlotError::Busy(slot));
+        // The rest of the page is zeroes: padding for the device.
+        assert!(two.set_len(8192));
+        assert!(!two.set_len(8193));
+        assert!(two[5000..].iter().all(|byte| *byte == 0));
+        drop(two);
+        drop(arena.write(slot, 1).unwrap());
+        arena.bind_slab(1, 4096).unwrap();
+        assert_eq!(arena.slot_bytes(1), Some(4096));
+    }
+
+    #[test]
+    fn what_is_no_slot_or_no_size_is_refused() {
+        let arena = Arena::create(2 * u64::from(SLAB), SLAB).unwrap();
+        let unbound = SlotId(0);
+        assert_eq!(arena.read(unbound, 1).unwrap_err(), SlotError::NotASlot(unbound));
+        arena.bind_slab(0, 12288).unwrap();
+        // Five slots of three pages; the sixteenth page is nobody's.
+        for (slot, fine) in [(0, true), (1, false), (3, true), (12, true), (15, false)] {
+            assert_eq!(arena.read(SlotId(slot), 1).is_ok(), fine, "slot {slot}");
+        }
+        let far = SlotId(u32::MAX);
+        assert_eq!(arena.read(far, 1).unwrap_err(), SlotError::NotASlot(far));
+        assert!(matches!(arena.read(SlotId(0), 12289), Err(SlotError::TooLong { .. })));
+        assert_eq!(arena.bind_slab(2, 4096), Err(SlotError::NoSuchSlab(2)));
+        for bad in [0, 100, SLAB + 4096] {
+            assert!(matches!(arena.bind_slab(1, bad), Err(SlotError::SlotBytes { .. })));
+        }
+        for (bytes, slab) in [(SLAB, 0), (SLAB, 5000), (100, SLAB), (SLAB, 2 << 30)] {
+            assert!(Arena::create(u64::from(bytes), slab).is_err());
+        }
+    }
+
+    #[test]
+    fn descriptors_belong_to_slots_and_end_with_the_binding() {
+        let arena = Arena::create(2 * u64::from(SLAB), SLAB).unwrap();
+        arena.bind_slab(0, 4096).unwrap();
+        arena.bind_slab(1, 4096).unwrap();
+        for index in 0..16 {
+            for slab in 0..2 {
+                let slot = arena.slot(slab, index).unwrap();
+                arena.set_descriptor(slot, &[(slab * 16 + index + 1) as u8; 256]).unwrap();
+            }
+        }
+        arena.bind_slab(0, 8192).unwrap();
+        assert_eq!(arena.descriptor(arena.slot(0, 3).unwrap()), Some([0; 256]));
+        assert_eq!(arena.descriptor(arena.slot(1, 3).unwrap()), Some([20; 256]));
+        assert_eq!(arena.descriptor(SlotId(1)), None);
+        assert!(arena.set_descriptor(SlotId(1), &[0; 256]).is_err());
+    }
+
+    #[test]
+    fn a_bad_cell_flips_one_bit() {
+        let arena = Arena::create(u64::from(SLAB), SLAB).unwrap();
+        arena.bind_slab(0, 4096).unwrap();
+        let slot = arena.slot(0, 1).unwrap();
+        arena.write(slot, 4096).unwrap().fill(0);
+        arena.flip_bit(slot, 17, 3).unwrap();
+        let read = arena.read(slot, 4096).unwrap();
+        assert_eq!(read.iter().map(|byte| byte.count_ones()).sum::<u32>(), 1);
+        assert_eq!(read[17], 8);
+        assert!(arena.flip_bit(slot, 4096, 0).is_err());
+    }
+
+    #[test]
+    fn pages_are_touched_ahead_and_what_was_got_is_said() {
+        let arena = Arena::create(32 << 20, 4 << 20).unwrap();
+        let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
+        while arena.touched_bytes() < arena.bytes() && std::time::Instant::now() < until {
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+        assert_eq!(arena.touched_bytes(), arena.bytes());
+        println!(
+            "{}: {}; {:?} of {} bytes in huge pages",
+            arena.pages().name(),
+            arena.pages_why(),
+            arena.huge_bytes(),
+            arena.bytes()
+        );
+        if arena.pages() == PageKind::Plain {
+            assert_eq!(arena.huge_bytes(), Some(0));
+        }
+    }
+
+    #[test]
+    fn an_arena_that_is_dropped_at_once_does_not_wait_for_its_pages() {
+        let start = std::time::Instant::now();
+        drop(Arena::create(4 << 30, 64 << 20).unwrap());
+        assert!(start.elapsed() < std::time::Duration::from_millis(500));
+    }
+
+    #[test]
+    fn huge_pages_are_counted_from_smaps() {
+        let smaps = "7f00000000-7f00400000 rw-p 00000000 00:00 0\nRss: 4096 kB\n\
+                     AnonHugePages: 2048 kB\n7f00400000-7f00500000 rw-p 0 00:00 0\n\
+                     AnonHugePages: 1024 kB\n";
+        assert_eq!(huge_bytes_in(smaps, 0x7f_0000_0000, 4 << 20), 2 << 20);
+        assert_eq!(huge_bytes_in(smaps, 0x7f_0020_0000, 4 << 20), 3 << 20);
+        assert_eq!(huge_bytes_in(smaps, 0x7f_0050_0000, 4 << 20), 0);
+    }
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Bind(u32, u32),
+        Write(u32, u8),
+        Read(u32),
+        HoldWrite(u32),
+        HoldRead(u32),
+        Release(usize),
+    }
+
+    fn steps() -> impl Strategy<Value = Vec<Step>> {
+        let slot = 0u32..32;
+        prop::collection::vec(
+            prop_oneof![
+                (0u32..2, 1u32..5).prop_map(|(slab, pages)| Step::Bind(slab, pages)),
+                (slot.clone(), any::<u8>()).prop_map(|(slot, byte)| Step::Write(slot, byte)),
+                slot.clone().prop_map(Step::Read),
+                slot.clone().prop_map(Step::HoldWrite),
+                slot.prop_map(Step::HoldRead),
+                any::<usize>().prop_map(Step::Release),
+            ],
+            1..120,
+        )
+    }
+
+    enum Held {
+        Write(SlotWrite),
+        Read(SlotRead),
+    }
+
+    impl Held {
+        fn slot(&self) -> SlotId {
+            match self {
+                Held::Write(guard) => guard.slot(),
+                Held::Read(guard) => guard.slot(),
+            }
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        /// Borrows, bindings and bytes agree with a plain model.
+        #[test]
+        fn the_arena_agrees_with_a_model(steps in steps()) {
+            let arena = Arena::create(2 * u64::from(SLAB), SLAB).unwrap();
+            let mut pages: [u32; 2] = [0, 0];
+            let mut bytes: HashMap<SlotId, u8> = HashMap::new();
+            let mut held: Vec<Held> = Vec::new();
+            for step in steps {
+                let holders = |held: &[Held], slot: SlotId| {
+                    let mut count = (0, 0);
+                    for one in held.iter().filter(|one| one.slot() == slot) {
+                        match one {
+                            Held::Write(_) => count.0 += 1,
+                            Held::Read(_) => count.1 += 1,
+                        }
+                    }
+                    count
+                };
+                let is_slot = |slot: u32| {
+                    let size = pages[slot as usize / 16];
+                    size != 0 && (slot % 16).is_multiple_of(size) && slot % 16 / size < 16 / size
+                };
+                match step {
+                    Step::Bind(slab, size) => {
+                        let used = held.iter().any(|one| one.slot().0 / 16 == slab);
+                        let bound = arena.bind_slab(slab, size * 4096);
+                        prop_assert_eq!(bound.is_ok(), !used);
+                        if !used {
+                            pages[slab as usize] = size;
+                            bytes.retain(|slot, _| slot.0 / 16 != slab);
+                        }
+                    }
+                    Step::Write(slot, byte) => {
+                        let id = SlotId(slot);
+                        let may = is_slot(slot) && holders(&held, id) == (0, 0);
+                        let size = pages[slot as usize / 16] * 4096;
+                        let got = arena.write(id, if may { size } else { 1 });
+                        prop_assert_eq!(got.is_ok(), may);
+                        if let Ok(mut guard) = got {
+                            guard.fill(byte);
+                            bytes.insert(id, byte);
+                        }
+                    }
+                    Step::Read(slot) => {
+                        let id = SlotId(slot);
+                        let may = is_slot(slot) && holders(&held, id).0 == 0;
+                        let size = pages[slot as usize / 16] * 4096;
+                        let got = arena.read(id, if may { size } else { 1 });
+                        prop_assert_eq!(got.is_ok(), may);
+                        if let (Ok(guard), Some(byte)) = (got, bytes.get(&id)) {
+                            prop_assert!(guard.iter().all(|one| one == byte));
+                        }
+                    }
+                    Step::HoldWrite(slot) => {
+                        let id = SlotId(slot);
+                        let may = is_slot(slot) && holders(&held, id) == (0, 0);
+                        let got = arena.write(id, 0);
+                        prop_assert_eq!(got.is_ok(), may);
+                        held.extend(got.ok().map(Held::Write));
+                    }
+                    Step::HoldRead(slot) => {
+                        let id = SlotId(slot);
+                        let may = is_slot(slot) && holders(&held, id).0 == 0;
+                        let got = arena.read(id, 0);
+                        prop_assert_eq!(got.is_ok(), may);
+                        held.extend(got.ok().map(Held::Read));
+                    }
+                    Step::Release(at) => {
+                        if !held.is_empty() {
+                            held.swap_remove(at % held.len());
+                        }
+                    }
+                }
+            }
+        }
     }
 }
