@@ -270,6 +270,7 @@ fn the_nth_operation_fails() {
 #[cfg(feature = "uring")]
 mod ring {
     use super::*;
+    use crate::catalog::SlotId;
 
     /// A ring, or nothing where the kernel refuses it.
     fn ring(

@@ -10,13 +10,15 @@ mod conductor;
 mod node;
 mod pool;
 
+use std::fmt;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
 use crate::catalog::Limits;
 use crate::io::fault::{FaultConfig, FaultCounts};
-use crate::io::{PageKind, RingChoice, RingReport};
+use crate::io::{BlockDevice, PageKind, RingChoice, RingReport};
 use crate::segment::{RecoveryReport, StoreGeometry};
 
 pub use node::{Node, NodeHandle, Notify, StartError, StopReport};
@@ -91,6 +93,24 @@ pub struct NvmeConfig {
     pub ring: RingChoice,
     /// Faults to inject, for tests.
     pub fault: Option<FaultConfig>,
+    /// Something to put around the device, for tests.
+    #[doc(hidden)]
+    pub wrap: Option<DeviceWrap>,
+}
+
+/// Puts something around a device.
+#[doc(hidden)]
+#[derive(Clone)]
+pub struct DeviceWrap(pub Arc<WrapDevice>);
+
+/// See [`DeviceWrap`].
+#[doc(hidden)]
+pub type WrapDevice = dyn Fn(Box<dyn BlockDevice>) -> Box<dyn BlockDevice> + Send + Sync;
+
+impl fmt::Debug for DeviceWrap {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str("DeviceWrap")
+    }
 }
 
 impl NvmeConfig {
@@ -104,6 +124,7 @@ impl NvmeConfig {
             queue_depth: 32,
             ring: RingChoice::Auto,
             fault: None,
+            wrap: None,
         }
     }
 

@@ -284,8 +284,12 @@ fn start_device(
             queue_depth: nvme.queue_depth,
         };
         let (status, fault) = (Arc::clone(&status), nvme.fault.clone().zip(faults.clone()));
+        let wrap = nvme.wrap.clone();
         move || -> io::Result<Box<dyn BlockDevice>> {
-            let device = open_device(what, &status)?;
+            let mut device = open_device(what, &status)?;
+            if let Some(wrap) = wrap {
+                device = (wrap.0)(device);
+            }
             Ok(match fault {
                 Some((config, counters)) => Box::new(FaultDevice::new(device, config, counters)),
                 None => device,
@@ -462,6 +466,12 @@ impl NodeHandle {
                 ..facts.report.clone()
             }),
         }
+    }
+
+    /// The host arena, for tests that damage it behind the catalog's back.
+    #[doc(hidden)]
+    pub fn arena_for_tests(&self) -> &Arc<Arena> {
+        &self.0.arena
     }
 
     fn signal(&self, signal: Signal) {

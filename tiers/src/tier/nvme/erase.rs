@@ -5,7 +5,7 @@
 use std::collections::VecDeque;
 
 use crate::block::{DESCRIPTOR_BYTES, Descriptor, Place};
-use crate::segment::DESCRIPTORS_PER_PAGE;
+use crate::segment::{DESCRIPTORS_PER_PAGE, ERASED_DESCRIPTOR};
 
 /// Erasures of one segment that wait for the page under way.
 #[derive(Default)]
@@ -55,7 +55,7 @@ impl EraseBatch {
                 continue;
             };
             if Descriptor::decode(found, place).is_ok() {
-                *found = [0; DESCRIPTOR_BYTES];
+                *found = ERASED_DESCRIPTOR;
                 changed = true;
             }
         }

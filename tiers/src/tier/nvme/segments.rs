@@ -7,7 +7,7 @@ use super::worker::WriteJob;
 use super::{NvmeError, NvmeOptions};
 use crate::block::{DESCRIPTOR_BYTES, PAGE_BYTES};
 use crate::io::AlignedBuf;
-use crate::segment::DESCRIPTORS_PER_PAGE;
+use crate::segment::{DESCRIPTORS_PER_PAGE, ERASED_DESCRIPTOR};
 
 /// The encoded header page of a segment.
 pub(super) type HeaderPage = Box<[u8; PAGE_BYTES as usize]>;
@@ -92,7 +92,7 @@ impl OpenSegment {
     /// Zeroes a descriptor; the page is due at once.
     pub(super) fn erase(&mut self, index: u32) {
         self.erased.insert(index);
-        let page = self.put(index, &[0; DESCRIPTOR_BYTES]);
+        let page = self.put(index, &ERASED_DESCRIPTOR);
         self.dirty.remove(&page);
         self.picked.insert(page);
         self.erasing.entry(page).or_default().push(index);
