@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use super::fault::{FaultConfig, FaultCounters, FaultDevice};
 use super::memory_device::MemoryDevice;
 use super::*;
+use crate::catalog::SlotId;
 
 const CAPACITY: u64 = 8 << 20;
 const SLAB: u32 = 1 << 20;

@@ -67,7 +67,8 @@ impl Default for NvmeOptions {
 /// What the worker is to do. Each is answered by one [`NvmeDone`].
 #[derive(Debug)]
 pub enum NvmeJob {
-    /// Start a segment's next life: write its header page. Writes to it wait behind that.
+    /// Start a segment's next life: write its header page. Writes to it wait behind that, and it
+    /// waits behind the seal of the life before, if one was asked for.
     Open {
         /// Number of the segment.
         segment: u32,

@@ -64,6 +64,8 @@ struct Worker {
     queues: Queues,
     segments: BTreeMap<u32, OpenSegment>,
     erasing: BTreeMap<u32, EraseQueue>,
+    /// Jobs for a segment's next life that came before its last one was sealed.
+    parked: BTreeMap<u32, VecDeque<NvmeJob>>,
     ops: HashMap<u64, Op>,
     flying: Flying,
     next_user: u64,
@@ -110,6 +112,7 @@ pub(super) fn run(
         queues: Queues::default(),
         segments: BTreeMap::new(),
         erasing: BTreeMap::new(),
+        parked: BTreeMap::new(),
         ops: HashMap::new(),
         flying: Flying::default(),
         next_user: 0,
@@ -196,7 +199,30 @@ impl Worker {
         (self.done)(done);
     }
 
+    /// The segment behind whose seal the job must wait, if it must.
+    fn waits_for_seal(&self, job: &NvmeJob) -> Option<u32> {
+        let (segment, opens) = match job {
+            NvmeJob::Open { segment, .. } => (segment, true),
+            NvmeJob::Write { segment, .. }
+            | NvmeJob::Seal { segment }
+            | NvmeJob::Erase { segment, .. } => (segment, false),
+            NvmeJob::Read { .. } | NvmeJob::Sync { .. } => return None,
+        };
+        let sealing = || self.segments.get(segment).is_some_and(|open| open.sealing);
+        (self.parked.contains_key(segment) || opens && sealing()).then_some(*segment)
+    }
+
+    fn take_parked(&mut self, segment: u32) {
+        for job in self.parked.remove(&segment).into_iter().flatten() {
+            self.take(job);
+        }
+    }
+
     fn take(&mut self, job: NvmeJob) {
+        if let Some(segment) = self.waits_for_seal(&job) {
+            self.parked.entry(segment).or_default().push_back(job);
+            return;
+        }
         match job {
             NvmeJob::Open { segment, sequence, header } => {
                 if segment >= self.geometry.segments || self.segments.contains_key(&segment) {
@@ -476,6 +502,7 @@ impl Worker {
                 if let Some(open) = self.segments.remove(&segment) {
                     self.fail_segment(segment, open, error);
                 }
+                self.take_parked(segment);
             }
         }
     }
@@ -529,6 +556,7 @@ impl Worker {
         {
             let result = open.failure.map_or(Ok(()), Err);
             self.answer(NvmeDone::Sealed { segment, result });
+            self.take_parked(segment);
         }
     }
 
@@ -606,6 +634,9 @@ impl Worker {
 
     /// Answers what the device has not begun.
     fn fail_waiting(&mut self, error: NvmeError) {
+        for job in std::mem::take(&mut self.parked).into_values().flatten() {
+            self.answer(refuse(job));
+        }
         let queues = &mut self.queues;
         let reads: Vec<ReadJob> = queues.urgent.drain(..).chain(queues.reads.drain(..)).collect();
         let mut writes: Vec<WriteJob> = queues.writes.drain(..).collect();
