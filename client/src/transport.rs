@@ -7,8 +7,10 @@
 use std::io;
 use std::marker::PhantomData;
 use std::pin::Pin;
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use futures::{Sink, Stream};
 use serde::{Deserialize, Serialize};
 use tarpc::serde_transport::Transport;
 use tarpc::tokio_serde::formats::Bincode;
@@ -29,12 +31,55 @@ pub type ClientTransport = Transport<
 >;
 
 /// The daemon's side of a connection.
-pub type ServerTransport = Transport<
-    UnixStream,
-    ClientMessage<KvtideRequest>,
-    Response<KvtideResponse>,
-    ServerCodec<KvtideRequest, KvtideResponse>,
+pub type ServerTransport = HangUp<
+    Transport<
+        UnixStream,
+        ClientMessage<KvtideRequest>,
+        Response<KvtideResponse>,
+        ServerCodec<KvtideRequest, KvtideResponse>,
+    >,
 >;
+
+/// Makes the end of the stream an error, [`io::ErrorKind::UnexpectedEof`]: a client that is gone
+/// waits for no answers, so its connection ends at once and not after its last call.
+#[derive(Debug)]
+pub struct HangUp<T>(T);
+
+impl<T, Item> Stream for HangUp<T>
+where
+    T: Stream<Item = io::Result<Item>> + Unpin,
+{
+    type Item = io::Result<Item>;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        Pin::new(&mut self.0).poll_next(cx).map(|message| {
+            Some(message.unwrap_or_else(|| Err(io::ErrorKind::UnexpectedEof.into())))
+        })
+    }
+}
+
+impl<T, Item> Sink<Item> for HangUp<T>
+where
+    T: Sink<Item, Error = io::Error> + Unpin,
+{
+    type Error = io::Error;
+
+    fn poll_ready(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_ready(cx)
+    }
+
+    fn start_send(mut self: Pin<&mut Self>, item: Item) -> io::Result<()> {
+        Pin::new(&mut self.0).start_send(item)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_flush(cx)
+    }
+
+    fn poll_close(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_close(cx)
+    }
+}
 
 /// Frames a client's connection whose hello was answered.
 pub fn client_transport(stream: UnixStream) -> ClientTransport {
@@ -43,7 +88,7 @@ pub fn client_transport(stream: UnixStream) -> ClientTransport {
 
 /// Frames a daemon's connection whose hello was answered.
 pub fn server_transport(stream: UnixStream) -> ServerTransport {
-    tarpc::serde_transport::new(framed(stream), ServerCodec::default())
+    HangUp(tarpc::serde_transport::new(framed(stream), ServerCodec::default()))
 }
 
 fn framed(stream: UnixStream) -> Framed<UnixStream, LengthDelimitedCodec> {

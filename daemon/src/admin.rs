@@ -1,0 +1,282 @@
+//! Metrics and health, for the machine itself: on a loopback port or a unix socket. Reads counters
+//! and changes nothing; shows neither keys nor names of tenants' namespaces.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use kvtide_client::protocol::{ServiceStats, TenantStats};
+use kvtide_tiers::catalog::{CatalogStats, TierUse};
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, text};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::ConstCounter;
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::registry::Registry;
+
+use crate::app::App;
+use crate::config::MetricsAddress;
+
+/// How long the catalog may take to answer before health says no.
+const HEALTH_TIME: Duration = Duration::from_secs(1);
+
+/// Starts the endpoint. An address that cannot be had is a warning: the cache is of use without.
+pub async fn start(app: &Arc<App>) {
+    let router = Router::new()
+        .route("/metrics", get(metrics))
+        .route("/healthz", get(healthz))
+        .with_state(Arc::clone(app));
+    match &app.config.metrics {
+        MetricsAddress::Off => {}
+        MetricsAddress::Tcp { address, configured } => {
+            match tokio::net::TcpListener::bind(address).await {
+                Ok(listener) => {
+                    tracing::info!(%address, "metrics and health are served");
+                    tokio::spawn(async move { axum::serve(listener, router).await });
+                }
+                Err(error) => tracing::warn!(
+                    %address, %error, configured,
+                    "metrics are not served; set --metrics to a free loopback address, or to off"
+                ),
+            }
+        }
+        MetricsAddress::Unix(path) => {
+            if std::os::unix::net::UnixStream::connect(path).is_err() {
+                let _ = std::fs::remove_file(path);
+            }
+            match tokio::net::UnixListener::bind(path) {
+                Ok(listener) => {
+                    tracing::info!(path = %path.display(), "metrics and health are served");
+                    tokio::spawn(async move { axum::serve(listener, router).await });
+                }
+                Err(error) => {
+                    tracing::warn!(path = %path.display(), %error, "metrics are not served");
+                }
+            }
+        }
+    }
+}
+
+async fn healthz(State(app): State<Arc<App>>) -> Response {
+    match tokio::time::timeout(HEALTH_TIME, app.stats()).await {
+        Ok(Some(stats)) if stats.draining => (StatusCode::OK, "draining\n").into_response(),
+        Ok(Some(_)) => (StatusCode::OK, "ok\n").into_response(),
+        _ => (StatusCode::SERVICE_UNAVAILABLE, "the catalog does not answer\n").into_response(),
+    }
+}
+
+async fn metrics(State(app): State<Arc<App>>) -> Response {
+    let catalog = tokio::time::timeout(HEALTH_TIME, app.stats()).await.ok().flatten();
+    let tenants = app.tenants().list.iter().map(|tenant| {
+        let sessions = app.sessions().values().filter(|s| s.tenant() == Some(tenant.id)).count();
+        app.tenant_counters(Some(tenant.id)).stats(&tenant.name, sessions as u64)
+    });
+    let snapshot = Snapshot {
+        catalog: catalog.map(|stats| *stats),
+        service: app.counters.stats(),
+        tenants: tenants.collect(),
+        uptime_s: app.started.elapsed().as_secs(),
+    };
+    let content = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    match snapshot.render() {
+        Ok(text) => ([(header::CONTENT_TYPE, content)], text).into_response(),
+        Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Snapshot {
+    catalog: Option<CatalogStats>,
+    service: ServiceStats,
+    tenants: Vec<TenantStats>,
+    uptime_s: u64,
+}
+
+type Labels = Vec<(&'static str, String)>;
+
+impl Snapshot {
+    fn render(self) -> Result<String, fmt::Error> {
+        let mut registry = Registry::default();
+        registry.register_collector(Box::new(self));
+        let mut out = String::new();
+        text::encode(&mut out, &registry)?;
+        Ok(out)
+    }
+
+    fn catalog(out: &mut Families<'_>, stats: &CatalogStats) -> fmt::Result {
+        let tiers = [("host", &stats.host), ("nvme", &stats.nvme)];
+        let tier = |read: fn(&TierUse) -> u64| -> Vec<(Labels, u64)> {
+            let row =
+                |(name, tier): &(&str, &TierUse)| (vec![("tier", (*name).to_owned())], read(tier));
+            tiers.iter().map(row).collect()
+        };
+        out.gauge(
+            "kvtide_tier_capacity_bytes",
+            "Bytes that a tier may hold",
+            tier(|t| t.capacity_bytes),
+        )?;
+        out.gauge("kvtide_tier_used_bytes", "Bytes of live copies", tier(|t| t.used_bytes))?;
+        out.gauge("kvtide_tier_copies_count", "Live copies", tier(|t| t.blocks))?;
+        out.gauge(
+            "kvtide_tier_offline",
+            "1 while a tier is off",
+            tier(|t| t.offline.is_some().into()),
+        )?;
+        out.counter("kvtide_tier_in_bytes", "Bytes moved into a tier", tier(|t| t.bytes_in))?;
+        out.counter("kvtide_tier_out_bytes", "Bytes moved out of a tier", tier(|t| t.bytes_out))?;
+        out.counter("kvtide_evicted_blocks", "Copies evicted", tier(|t| t.evicted))?;
+        out.counter("kvtide_loaded_blocks", "Blocks that loads found in a tier", tier(|t| t.hits))?;
+        let reason = |name: String| vec![("reason", snake(&name))];
+        let rows = |list: Vec<(String, u64)>| -> Vec<(Labels, u64)> {
+            list.into_iter().map(|(name, count)| (reason(name), count)).collect()
+        };
+        let missed = stats.missed.iter().map(|(why, n)| (format!("{why:?}"), *n)).collect();
+        out.counter("kvtide_missed_blocks", "Blocks that loads missed", rows(missed))?;
+        let rejected = stats.rejected.iter().map(|(why, n)| (format!("{why:?}"), *n)).collect();
+        out.counter("kvtide_rejected_blocks", "Stores refused", rows(rejected))?;
+        for (name, help, value) in [
+            ("kvtide_lookups", "Lookups asked", stats.lookups),
+            ("kvtide_lookup_keys", "Keys in lookups", stats.lookup_keys),
+            ("kvtide_lookup_hit_keys", "Keys that lookups found", stats.lookup_hits),
+            ("kvtide_stored_blocks", "Blocks stored", stats.stored),
+            ("kvtide_present_blocks", "Stores of blocks that were there", stats.present),
+            ("kvtide_store_busy_blocks", "Stores without room", stats.store_busy),
+            ("kvtide_corrupt_blocks", "Blocks dropped for wrong checksums", stats.corrupt),
+            ("kvtide_nvme_write_failures", "Failed writes", stats.write_failures),
+            ("kvtide_nvme_read_failures", "Failed reads", stats.read_failures),
+            ("kvtide_reclaimed_segments", "Segments emptied", stats.segments_reclaimed),
+            ("kvtide_reinserted_blocks", "Blocks written again", stats.reinserted),
+        ] {
+            out.counter(name, help, vec![(Vec::new(), value)])?;
+        }
+        for (name, help, value) in [
+            ("kvtide_known_blocks", "Blocks in any tier", stats.blocks),
+            ("kvtide_dirty_blocks", "Host copies without one on nvme", stats.dirty_blocks),
+            ("kvtide_regions", "Regions registered", stats.regions),
+            ("kvtide_leases", "Leases alive", stats.leases),
+            ("kvtide_pins", "Pins alive", stats.pins),
+            ("kvtide_tickets", "Tickets under way", stats.tickets),
+            ("kvtide_quarantined_segments", "Segments not used", stats.segments_quarantined),
+            ("kvtide_draining", "1 while draining", stats.draining.into()),
+        ] {
+            out.gauge(name, help, vec![(Vec::new(), value)])?;
+        }
+        Ok(())
+    }
+}
+
+impl Collector for Snapshot {
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let mut out = Families { encoder };
+        if let Some(stats) = &self.catalog {
+            Snapshot::catalog(&mut out, stats)?;
+        }
+        let service = &self.service;
+        let rows = |label: &'static str, list: &[(String, u64)]| -> Vec<(Labels, u64)> {
+            list.iter().map(|(name, count)| (vec![(label, name.clone())], *count)).collect()
+        };
+        out.counter("kvtide_calls", "Calls, by verb", rows("verb", &service.calls))?;
+        let refused = rows("reason", &service.hellos_refused);
+        out.counter("kvtide_hellos_refused", "Connections refused at the hello", refused)?;
+        for (name, help, value) in [
+            ("kvtide_connections", "Connections accepted", service.connections),
+            ("kvtide_bad_frames", "Connections closed for a bad frame", service.frames_bad),
+            ("kvtide_panics", "Connections or calls that panicked", service.panics),
+            ("kvtide_busy_calls", "Calls answered busy", service.calls_busy),
+            ("kvtide_refused_calls", "Calls refused", service.calls_refused),
+        ] {
+            out.counter(name, help, vec![(Vec::new(), value)])?;
+        }
+        let tenants = |read: fn(&TenantStats) -> u64| -> Vec<(Labels, u64)> {
+            let row = |each: &TenantStats| (vec![("tenant", each.tenant.clone())], read(each));
+            self.tenants.iter().map(row).collect()
+        };
+        out.gauge("kvtide_sessions", "Sessions connected", tenants(|t| t.sessions))?;
+        out.counter(
+            "kvtide_tenant_loaded_blocks",
+            "Blocks loaded",
+            tenants(|t| t.loaded_host + t.loaded_nvme),
+        )?;
+        out.counter("kvtide_tenant_missed_blocks", "Blocks missed", tenants(|t| t.missed))?;
+        out.counter("kvtide_tenant_stored_blocks", "Blocks stored", tenants(|t| t.stored))?;
+        out.gauge("kvtide_uptime_seconds", "Seconds since start", vec![(Vec::new(), self.uptime_s)])
+    }
+}
+
+struct Families<'a> {
+    encoder: DescriptorEncoder<'a>,
+}
+
+impl Families<'_> {
+    fn counter(&mut self, name: &str, help: &str, rows: Vec<(Labels, u64)>) -> fmt::Result {
+        self.family(name, help, MetricType::Counter, rows)
+    }
+
+    fn gauge(&mut self, name: &str, help: &str, rows: Vec<(Labels, u64)>) -> fmt::Result {
+        self.family(name, help, MetricType::Gauge, rows)
+    }
+
+    fn family(
+        &mut self,
+        name: &str,
+        help: &str,
+        kind: MetricType,
+        rows: Vec<(Labels, u64)>,
+    ) -> fmt::Result {
+        let mut family = self.encoder.encode_descriptor(name, help, None, kind)?;
+        for (labels, value) in rows {
+            let row = family.encode_family(&labels)?;
+            match kind {
+                MetricType::Counter => ConstCounter::new(value).encode(row)?,
+                _ => ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX)).encode(row)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// `NoRoom` becomes `no_room`.
+fn snake(name: &str) -> String {
+    let mut out = String::new();
+    for letter in name.chars() {
+        if letter.is_ascii_uppercase() && !out.is_empty() {
+            out.push('_');
+        }
+        out.push(letter.to_ascii_lowercase());
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use kvtide_tiers::catalog::MissReason;
+
+    use super::*;
+
+    #[test]
+    fn metrics_have_units_labels_and_totals() {
+        let mut catalog = CatalogStats::default();
+        catalog.host.bytes_in = 7;
+        catalog.missed = vec![(MissReason::NoRoom, 3)];
+        let service = ServiceStats { calls: vec![("load".into(), 2)], ..Default::default() };
+        let tenants = vec![TenantStats { tenant: "a".into(), sessions: 4, ..Default::default() }];
+        let snapshot = Snapshot { catalog: Some(catalog), service, tenants, uptime_s: 5 };
+        let text = snapshot.render().unwrap();
+        for line in [
+            "kvtide_tier_in_bytes_total{tier=\"host\"} 7",
+            "kvtide_missed_blocks_total{reason=\"no_room\"} 3",
+            "kvtide_calls_total{verb=\"load\"} 2",
+            "kvtide_sessions{tenant=\"a\"} 4",
+            "kvtide_uptime_seconds 5",
+            "kvtide_lookups_total 0",
+        ] {
+            assert!(text.lines().any(|each| each == line), "{line} is not in\n{text}");
+        }
+        assert!(text.ends_with("# EOF\n"));
+    }
+}

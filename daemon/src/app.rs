@@ -1,0 +1,352 @@
+//! Wires the daemon together: store folder, node, sessions, counters. Owns no logic of its own
+//! beyond who may see which namespace.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use kvtide_client::protocol::{CallError, NamespaceRow, NamespaceSpec, OpenedNamespace};
+use kvtide_tiers::block::{Codec, NamespaceId, NamespaceKey};
+use kvtide_tiers::catalog::{
+    CatalogStats, Limits, NamespaceInfo, Reply, Request, SessionId, TenantId,
+};
+use kvtide_tiers::folder::{FolderError, NamespaceEntry, StoreFolder};
+use kvtide_tiers::io::fault::FaultConfig;
+use kvtide_tiers::io::{RingChoice, RingKind};
+use kvtide_tiers::movement::{
+    HostConfig, Node, NodeConfig, NodeHandle, NodeReport, NvmeConfig, StartError,
+};
+use tokio::sync::oneshot;
+
+use crate::config::{Caller, Config, NvmeIo, ServiceLimits, Tenants, show_bytes};
+use crate::counters::ServiceCounters;
+use crate::session::{Session, TenantCounters};
+
+/// Owners that the configuration no longer names have numbers from here on.
+const TENANTS_UNKNOWN: u32 = 1 << 31;
+
+/// The session under which the daemon itself asks.
+const OWN_TENANT: TenantId = TenantId(u32::MAX);
+
+/// Why the daemon cannot start.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AppError {
+    /// The store folder cannot be used.
+    #[error(transparent)]
+    Folder(#[from] FolderError),
+    /// A tier cannot be started.
+    #[error(transparent)]
+    Start(#[from] StartError),
+    /// The socket cannot be used.
+    #[error("cannot listen on {}: {what}", socket.display())]
+    Socket {
+        /// The socket.
+        socket: PathBuf,
+        /// Why, and what to do.
+        what: String,
+    },
+    /// Something else of the operating system.
+    #[error("cannot start: {0}")]
+    Io(#[from] std::io::Error),
+}
+
+/// The running daemon, as all of its tasks see it.
+pub struct App {
+    /// What it was told at start.
+    pub config: Config,
+    /// Limits that can change while it runs.
+    pub limits: RwLock<ServiceLimits>,
+    /// How long a drain may take; can change.
+    pub drain: Mutex<Duration>,
+    /// Counters of connections and calls.
+    pub counters: ServiceCounters,
+    /// When it started.
+    pub started: Instant,
+    /// Facts stated at start.
+    pub notes: Vec<String>,
+    /// Whether a drain is under way or done.
+    pub draining: AtomicBool,
+    folder: StoreFolder,
+    node: NodeHandle,
+    own_session: SessionId,
+    sessions: Mutex<HashMap<SessionId, Arc<Session>>>,
+    tenant_counters: Vec<(TenantId, Arc<TenantCounters>)>,
+}
+
+impl App {
+    /// Opens the store and starts the node.
+    ///
+    /// # Errors
+    /// A store that is in use, damaged, newer, or cannot be written; no memory.
+    pub fn start(config: Config) -> Result<(Arc<App>, Node), AppError> {
+        let folder = StoreFolder::open(&config.store)?;
+        let node = Node::start(node_config(&config, &folder), |id| folder.generation(id))?;
+        let handle = node.handle();
+        let mut notes = config.notes.clone();
+        notes.extend(start_notes(&handle.report()));
+        let own_session = handle
+            .open_session(OWN_TENANT, Arc::new(|_, _| {}))
+            .map_err(|_| std::io::Error::other("the catalog refuses its first session"))?;
+        let tenants = &config.tenants;
+        let ids = tenants.list.iter().map(|tenant| tenant.id);
+        let tenant_counters = ids.map(|id| (id, Arc::default())).collect();
+        let app = App {
+            limits: RwLock::new(config.limits.clone()),
+            drain: Mutex::new(config.drain),
+            counters: ServiceCounters::default(),
+            started: Instant::now(),
+            notes,
+            draining: AtomicBool::new(false),
+            folder,
+            node: handle,
+            own_session,
+            sessions: Mutex::default(),
+            tenant_counters,
+            config,
+        };
+        for entry in app.folder.entries() {
+            app.tell_node(&entry);
+        }
+        Ok((Arc::new(app), node))
+    }
+
+    /// Who is who.
+    pub fn tenants(&self) -> &Tenants {
+        &self.config.tenants
+    }
+
+    /// The node.
+    pub fn node(&self) -> &NodeHandle {
+        &self.node
+    }
+
+    /// The limits in force now.
+    pub fn limits(&self) -> ServiceLimits {
+        self.limits.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The sessions that are connected.
+    pub fn sessions(&self) -> MutexGuard<'_, HashMap<SessionId, Arc<Session>>> {
+        self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counters of a tenant; those of an operator without tenant are counted nowhere.
+    pub fn tenant_counters(&self, id: Option<TenantId>) -> Arc<TenantCounters> {
+        let found = self.tenant_counters.iter().find(|(each, _)| Some(*each) == id);
+        found.map(|(_, counters)| Arc::clone(counters)).unwrap_or_default()
+    }
+
+    /// Asks the catalog as a session.
+    ///
+    /// # Errors
+    /// When the node is stopping.
+    pub async fn ask(&self, session: SessionId, request: Request) -> Result<Reply, CallError> {
+        let (answer, answered) = oneshot::channel();
+        self.node.ask(session, request, move |reply| {
+            // The caller may have gone away meanwhile.
+            let _ = answer.send(reply);
+        });
+        answered.await.map_err(|_| CallError::Internal("the daemon is stopping".to_owned()))
+    }
+
+    /// Asks the catalog as the daemon itself.
+    ///
+    /// # Errors
+    /// When the node is stopping.
+    pub async fn ask_self(&self, request: Request) -> Result<Reply, CallError> {
+        self.ask(self.own_session, request).await
+    }
+
+    /// The catalog's counters; `None` when its inbox is full or it is stopping.
+    pub async fn stats(&self) -> Option<Box<CatalogStats>> {
+        match self.ask_self(Request::Stats).await {
+            Ok(Reply::Stats(mut stats)) => {
+                // The daemon's own session is none of a client's.
+                stats.sessions = stats.sessions.saturating_sub(1);
+                Some(stats)
+            }
+            _ => None,
+        }
+    }
+
+    /// Opens a namespace for a caller. Blocks on the disk when it is a new one.
+    ///
+    /// # Errors
+    /// A namespace that the caller may not open, or that is not valid.
+    pub fn open_namespace(
+        &self,
+        caller: &Caller,
+        spec: &NamespaceSpec,
+    ) -> Result<OpenedNamespace, CallError> {
+        let owner = self.owner(caller, spec)?;
+        let entry = self.folder.namespace(&owner, &spec.namespace).map_err(folder_error)?;
+        let secret = self.folder.tenant_secret(&owner).map_err(folder_error)?;
+        self.tell_node(&entry);
+        let key = NamespaceKey::derive(&secret, &spec.namespace);
+        Ok(OpenedNamespace { id: entry.id, key })
+    }
+
+    fn owner(&self, caller: &Caller, spec: &NamespaceSpec) -> Result<String, CallError> {
+        let Some(tenant) = &caller.tenant else {
+            let uid = caller.uid;
+            let text = format!(
+                "user {uid} is an operator and belongs to no tenant; add {uid} to `uids` of a \
+                 [[tenant]] to open namespaces"
+            );
+            return Err(CallError::NotAllowed(text));
+        };
+        let Some(name) = &spec.shared else { return Ok(tenant.name.clone()) };
+        match self.tenants().shared_of(&tenant.name).find(|space| space.name == *name) {
+            Some(space) => Ok(space.owner()),
+            None => {
+                let text = format!(
+                    "no [[shared]] namespace \"{name}\" names tenant \"{}\"; the operator has to \
+                     declare it in the daemon's configuration",
+                    tenant.name
+                );
+                Err(CallError::NotAllowed(text))
+            }
+        }
+    }
+
+    /// Makes all blocks of a namespace dead, durably, and tells the node. Blocks on the disk.
+    ///
+    /// # Errors
+    /// No such namespace, or the table could not be written.
+    pub fn retire_namespace(&self, id: NamespaceId) -> Result<(), CallError> {
+        self.folder.bump_generation(id).map_err(folder_error)?;
+        if let Some(entry) = self.folder.entries().into_iter().find(|entry| entry.id == id) {
+            self.tell_node(&entry);
+        }
+        Ok(())
+    }
+
+    /// The namespaces that a caller may see.
+    pub fn visible(&self, caller: &Caller) -> Vec<NamespaceRow> {
+        let mut entries = self.folder.entries();
+        entries.retain(|entry| self.may_see(caller, &entry.tenant));
+        entries.into_iter().map(row).collect()
+    }
+
+    /// Who owns a namespace, if the caller may see it.
+    pub fn owner_seen(&self, caller: &Caller, id: NamespaceId) -> Option<String> {
+        let entries = self.folder.entries();
+        let entry = entries.into_iter().find(|entry| entry.id == id)?;
+        self.may_see(caller, &entry.tenant).then_some(entry.tenant)
+    }
+
+    fn may_see(&self, caller: &Caller, owner: &str) -> bool {
+        let own = caller.tenant.as_ref().is_some_and(|tenant| {
+            tenant.name == owner
+                || self.tenants().shared_of(&tenant.name).any(|space| space.owner() == owner)
+        });
+        caller.operator || own
+    }
+
+    fn tell_node(&self, entry: &NamespaceEntry) {
+        self.node.add_namespace(namespace_info(self.tenants(), entry));
+    }
+
+    /// Marks the drain as under way.
+    pub fn set_draining(&self) {
+        self.draining.store(true, Ordering::Release);
+    }
+}
+
+fn namespace_info(tenants: &Tenants, entry: &NamespaceEntry) -> NamespaceInfo {
+    // Blocks of an owner that is no longer configured stay, in case it comes back.
+    let unknown = (TenantId(TENANTS_UNKNOWN.saturating_add(entry.id.0)), Codec::Raw);
+    let (tenant, codec) = tenants.owner(&entry.tenant).unwrap_or(unknown);
+    NamespaceInfo {
+        id: entry.id,
+        generation: entry.generation,
+        tenant,
+        codec,
+        element: entry.namespace.layout.element,
+    }
+}
+
+fn row(entry: NamespaceEntry) -> NamespaceRow {
+    NamespaceRow {
+        id: entry.id,
+        tenant: entry.tenant,
+        namespace: entry.namespace,
+        generation: entry.generation,
+        fingerprint: entry.fingerprint,
+    }
+}
+
+fn folder_error(error: FolderError) -> CallError {
+    match error {
+        FolderError::Namespace(error) => CallError::Invalid(error.to_string()),
+        FolderError::Unknown(_) => CallError::NotFound(error.to_string()),
+        other => {
+            tracing::error!(error = %other, "the store folder failed");
+            CallError::Internal(other.to_string())
+        }
+    }
+}
+
+fn node_config(config: &Config, folder: &StoreFolder) -> NodeConfig {
+    let nvme = config.nvme.map(|nvme| NvmeConfig {
+        segment_bytes: nvme.segment_bytes,
+        block_bytes_min: nvme.block_bytes_min,
+        queue_depth: nvme.queue_depth,
+        ring: match nvme.io {
+            NvmeIo::Auto => RingChoice::Auto,
+            NvmeIo::Uring => RingChoice::Uring,
+            NvmeIo::Blocking => RingChoice::Blocking,
+        },
+        fault: nvme.fault.map(|fault| FaultConfig::uniform(fault.seed, fault.rate)),
+        ..NvmeConfig::new(folder.store_file(), nvme.bytes)
+    });
+    // One session is the daemon's own.
+    let sessions = config.limits.catalog.sessions.saturating_add(1);
+    NodeConfig {
+        host: HostConfig { bytes: config.host.bytes, slab_bytes: config.host.slab_bytes },
+        nvme,
+        copy_threads: config.copy_threads,
+        limits: Limits { sessions, ..config.limits.catalog },
+        ..NodeConfig::new(config.host.bytes)
+    }
+}
+
+/// What the machine gave and the store had, in sentences.
+fn start_notes(report: &NodeReport) -> Vec<String> {
+    let pages = report.pages.name();
+    let mut notes = vec![format!("host tier: {pages}{}", because(&report.pages_why))];
+    if let Some(nvme) = &report.nvme {
+        notes.push(format!("nvme tier: {}", io_words(report)));
+        notes.push(format!(
+            "store: {} blocks found in {} ms; {}",
+            nvme.recovered_blocks, nvme.recovery_ms, nvme.recovery
+        ));
+    } else {
+        notes.push("nvme tier: off".to_owned());
+    }
+    notes.push("device tier: off, this build has none".to_owned());
+    notes
+}
+
+/// How nvme is read and written, in words; empty when it is off.
+pub fn io_words(report: &NodeReport) -> String {
+    let Some(nvme) = &report.nvme else { return String::new() };
+    let kind = match nvme.ring.kind {
+        RingKind::Uring => "io_uring",
+        RingKind::Blocking => "pread and pwrite",
+        RingKind::Closed => "closed",
+    };
+    let direct = if nvme.direct { "past the page cache" } else { "through the page cache" };
+    let fixed = match nvme.ring.fixed_bytes {
+        0 => String::new(),
+        bytes => format!(", {} registered", show_bytes(bytes)),
+    };
+    format!("{kind} {direct}{fixed}{}", because(&nvme.ring.why))
+}
+
+fn because(why: &str) -> String {
+    if why.is_empty() { String::new() } else { format!(" ({why})") }
+}

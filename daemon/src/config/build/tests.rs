@@ -1,0 +1,187 @@
+use clap::Parser;
+
+use super::*;
+use crate::config::LogFormat;
+
+fn load_text(text: &str, args: &[&str]) -> Result<Config, ConfigError> {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("kvtided.toml");
+    std::fs::write(&file, text).unwrap();
+    let store = folder.path().join("store");
+    let mut all = vec!["kvtided", "--config", file.to_str().unwrap()];
+    if !text.contains("folder") && !args.contains(&"--store") {
+        all.extend(["--store", store.to_str().unwrap()]);
+    }
+    all.extend(args);
+    Config::load(&Args::parse_from(all))
+}
+
+/// The problems as `line: what; allowed`.
+fn problems(text: &str) -> Vec<String> {
+    let error = load_text(text, &[]).expect_err("the configuration is bad");
+    let strip =
+        |problem: &Problem| format!("{}: {}; {}", problem.line, problem.what, problem.allowed);
+    error.problems.iter().map(strip).collect()
+}
+
+fn only(text: &str) -> String {
+    let problems = problems(text);
+    assert_eq!(problems.len(), 1, "{problems:#?}");
+    problems.into_iter().next().unwrap()
+}
+
+#[test]
+fn nothing_configured_takes_a_quarter_of_the_machine_and_says_so() {
+    let config = load_text("", &[]).unwrap();
+    assert!(config.host.bytes >= 64 << 20);
+    assert!(config.notes.iter().any(|note| note.contains("a quarter of")), "{:?}", config.notes);
+    assert_eq!(config.tenants.list.len(), 1);
+    assert_eq!(config.tenants.list[0].name, DEFAULT_TENANT);
+    assert!(!config.tenants.configured);
+    assert!(matches!(config.metrics, MetricsAddress::Tcp { configured: false, .. }));
+}
+
+#[test]
+fn a_full_file_is_read_and_the_command_line_goes_before_it() {
+    let text = r#"
+        [daemon]
+        socket = "/run/x.sock"
+        drain_ms = 500
+        [host]
+        bytes = "64MiB"
+        [nvme]
+        bytes = "128MiB"
+        segment_bytes = "2MiB"
+        queue_depth = 8
+        io = "blocking"
+        [device]
+        enabled = false
+        [limits]
+        sessions = 3
+        calls_in_flight = 7
+        [[tenant]]
+        name = "a"
+        uids = [1, 2]
+        codec = "lz4"
+        [[tenant]]
+        name = "b"
+        gids = [1]
+        [[shared]]
+        name = "personas"
+        tenants = ["a", "b"]
+        [admin]
+        uids = [9]
+        metrics = "unix:/run/m.sock"
+        [log]
+        level = "debug"
+        format = "json"
+    "#;
+    let config = load_text(text, &["--host-bytes", "32MiB", "--log-level", "warn"]).unwrap();
+    assert_eq!(config.host.bytes, 32 << 20);
+    assert_eq!(config.log.level, tracing::Level::WARN);
+    assert_eq!(config.log.format, LogFormat::Json);
+    let nvme = config.nvme.unwrap();
+    assert_eq!((nvme.bytes, nvme.segment_bytes, nvme.queue_depth), (128 << 20, Some(2 << 20), 8));
+    assert_eq!(config.limits.catalog.sessions, 3);
+    assert_eq!(config.limits.calls_in_flight, 7);
+    assert_eq!(config.tenants.caller(2, 77).unwrap().tenant.unwrap().codec, Codec::Lz4);
+    assert_eq!(config.tenants.shared[0].id, TenantId(2));
+    assert!(config.tenants.configured);
+    assert_eq!(config.drain, Duration::from_millis(500));
+    assert_eq!(load_text(text, &["--nvme-bytes", "0"]).unwrap().nvme, None);
+}
+
+#[test]
+fn unknown_keys_get_a_suggestion_and_a_line() {
+    assert_eq!(
+        only("[host]\nbytes = \"64MiB\"\nslab_byte = 5\n"),
+        "3: unknown key `host.slab_byte`; did you mean `slab_bytes`?"
+    );
+    let far = only("[host]\n\n\nzzz = 5\n");
+    assert_eq!(far, "4: unknown key `host.zzz`; allowed here: bytes, slab_bytes");
+    assert!(only("[hots]\n").contains("1: unknown key `hots`; did you mean `host`?"));
+}
+
+#[test]
+fn sizes_of_zero_and_bad_units_are_named() {
+    let zero = only("[host]\nbytes = 0\n");
+    assert!(zero.starts_with("2: `host.bytes` is 0; 4 MiB to"), "{zero}");
+    let unit = only("\n[nvme]\nbytes = \"1GB\"\n");
+    assert!(unit.starts_with("3: `nvme.bytes` is \"1GB\"; write a number of bytes"), "{unit}");
+    let float = only("[nvme]\nbytes = 1.5\n");
+    assert!(float.starts_with("2: `nvme.bytes` is 1.5; write"), "{float}");
+    let negative = only("[nvme]\nqueue_depth = -1\n");
+    assert_eq!(negative, "2: `nvme.queue_depth` is -1; 1 to 1024 is allowed");
+    let small = only("[nvme]\nbytes = \"8MiB\"\nsegment_bytes = \"4MiB\"\n");
+    assert!(small.starts_with("2: the nvme tier has 8 MiB; at least 17 MiB"), "{small}");
+}
+
+#[test]
+fn a_socket_path_that_is_too_long_is_named() {
+    let long = format!("[daemon]\nsocket = \"/{}\"\n", "x".repeat(107));
+    let problem = only(&long);
+    assert!(problem.starts_with("2: the socket's path has 108 bytes; at most 107"), "{problem}");
+    let error = load_text("", &["--socket", &"y".repeat(200)]).unwrap_err();
+    assert!(error.to_string().starts_with("--socket: the socket's path has 200 bytes"), "{error}");
+}
+
+#[test]
+fn tenants_may_not_be_doubled_or_overlap() {
+    let text = "[[tenant]]\nname = \"a\"\nuids = [1]\n[[tenant]]\nname = \"a\"\nuids = [1, 2]\n";
+    assert_eq!(
+        problems(text),
+        [
+            "4: tenant \"a\" is there twice; the first one is in line 1; give each its own name",
+            "4: uid 1 is in tenant \"a\" as well; it belongs to \"a\" already; each may be in one",
+        ]
+    );
+    let shared =
+        "[[tenant]]\nname = \"a\"\nuids = [1]\n[[shared]]\nname = \"s\"\ntenants = [\"b\"]\n";
+    assert_eq!(only(shared), "4: shared \"s\" names tenant \"b\"; the tenants are a");
+    assert!(only("[[tenant]]\nname = \"a/b\"\nuids = [1]\n").starts_with("2: the name is \"a/b\""));
+    assert!(only("[[tenant]]\nname = \"a\"\n").contains("has no users"));
+    assert!(only("[tenant]\nname = \"a\"\n").contains("write `[[tenant]]` once for each"));
+}
+
+#[test]
+fn what_is_not_toml_has_a_line() {
+    let problem = only("[host]\nbytes = \n");
+    assert!(problem.starts_with("2: not valid TOML"), "{problem}");
+}
+
+#[test]
+fn metrics_stay_on_the_machine() {
+    let open = only("[admin]\nmetrics = \"0.0.0.0:9464\"\n");
+    assert!(open.contains("put a proxy in front"), "{open}");
+    assert!(only("[admin]\nmetrics = \"9464\"\n").contains("loopback address with port"));
+    let error = load_text("", &["--metrics", "no"]).unwrap_err().to_string();
+    assert!(error.starts_with("--metrics: the address is \"no\""), "{error}");
+}
+
+#[test]
+fn the_device_tier_is_not_pretended() {
+    assert!(only("[device]\nenabled = true\n").contains("no device tier"));
+}
+
+#[test]
+fn several_problems_come_in_the_order_of_their_lines() {
+    let lines: Vec<String> =
+        problems("[nvme]\nio = \"fast\"\n[host]\nbytes = 0\n[log]\nlevle = 1\n")
+            .iter()
+            .map(|problem| problem.chars().take(2).collect())
+            .collect();
+    assert_eq!(lines, ["2:", "4:", "6:"]);
+}
+
+#[test]
+fn a_store_folder_below_a_file_cannot_be_written() {
+    let problem = only("[nvme]\nfolder = \"/dev/null/store\"\n");
+    assert!(problem.contains("cannot be written"), "{problem}");
+}
+
+#[test]
+fn a_file_that_is_not_there_is_named() {
+    let args = Args::parse_from(["kvtided", "--config", "/no/such/file.toml"]);
+    let error = Config::load(&args).unwrap_err().to_string();
+    assert!(error.starts_with("/no/such/file.toml: cannot read the configuration"), "{error}");
+}

@@ -1,0 +1,355 @@
+//! The socket: made with a lock beside it, accepted by hand, so that each connection's peer is
+//! known before a byte of it is parsed; then the hello, then the service.
+
+use std::fs::{DirBuilder, File, OpenOptions, Permissions};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures::StreamExt;
+use kvtide_client::hello::{
+    Answer, Hello, HelloKind, HelloRefusal, SessionLimits, Welcome, recv_hello, send_answer,
+};
+use kvtide_client::protocol::{FRAME_BYTES_MAX, Kvtide, PROTOCOL_VERSION};
+use kvtide_client::transport::server_transport;
+use kvtide_tiers::catalog::SessionId;
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{FlockOperation, flock};
+use tarpc::server::{BaseChannel, Channel};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
+
+use crate::app::{App, AppError};
+use crate::config::Caller;
+use crate::counters::ServiceCounters;
+use crate::service::Service;
+use crate::session::{Session, Tickets};
+
+/// Longest time that a hello may take.
+const HELLO_TIME: Duration = Duration::from_secs(2);
+
+/// Connections whose hello is not through yet; further ones are closed.
+const HELLOS_MAX: usize = 128;
+
+/// The socket that clients connect to. Its file is removed when it is dropped.
+pub struct Listener {
+    listener: UnixListener,
+    path: PathBuf,
+    file: (u64, u64),
+    // Held for the lock on it.
+    _lock: File,
+}
+
+impl Listener {
+    /// Makes the socket. A socket file that nobody listens on is replaced. `open_to_all` makes it
+    /// connectable for every user; the peer's credential then decides.
+    ///
+    /// # Errors
+    /// Another daemon listens there, or the folder cannot be written.
+    pub fn bind(path: &Path, open_to_all: bool) -> Result<Listener, AppError> {
+        let refuse = |what: String| AppError::Socket { socket: path.to_owned(), what };
+        make_folder(path, open_to_all).map_err(|error| {
+            refuse(format!("its folder cannot be made ({error}); name another with --socket"))
+        })?;
+        let lock = take_lock(path).map_err(refuse)?;
+        if std::os::unix::net::UnixStream::connect(path).is_ok() {
+            return Err(refuse(IN_USE.to_owned()));
+        }
+        match std::fs::symlink_metadata(path) {
+            Ok(meta) if !std::os::unix::fs::FileTypeExt::is_socket(&meta.file_type()) => {
+                return Err(refuse("the file there is not a socket; move it away".to_owned()));
+            }
+            Ok(_) => std::fs::remove_file(path)
+                .map_err(|error| refuse(format!("the stale socket cannot be removed: {error}")))?,
+            Err(_) => {}
+        }
+        let listener = UnixListener::bind(path).map_err(|error| {
+            refuse(format!("{error}; check that the folder is writable, or name another path"))
+        })?;
+        let mode = if open_to_all { 0o666 } else { 0o600 };
+        std::fs::set_permissions(path, Permissions::from_mode(mode))?;
+        let meta = std::fs::symlink_metadata(path)?;
+        let file = (meta.dev(), meta.ino());
+        Ok(Listener { listener, path: path.to_owned(), file, _lock: lock })
+    }
+
+    /// Accepts connections for as long as it is polled.
+    pub async fn serve(&self, app: Arc<App>) {
+        let hellos = Arc::new(Semaphore::new(HELLOS_MAX));
+        loop {
+            let stream = match self.listener.accept().await {
+                Ok((stream, _)) => stream,
+                Err(error) => {
+                    tracing::warn!(%error, "a connection could not be accepted");
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                    continue;
+                }
+            };
+            ServiceCounters::count(&app.counters.connections);
+            let Ok(room) = Arc::clone(&hellos).try_acquire_owned() else {
+                app.counters.hello_refused("too_many_hellos");
+                continue;
+            };
+            let app = Arc::clone(&app);
+            tokio::spawn(async move {
+                let task = tokio::spawn(connection(Arc::clone(&app), stream, room));
+                if task.await.is_err_and(|error| error.is_panic()) {
+                    ServiceCounters::count(&app.counters.panics);
+                    tracing::error!("a connection ended in a panic; the daemon goes on");
+                }
+            });
+        }
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        let own = std::fs::symlink_metadata(&self.path)
+            .is_ok_and(|meta| (meta.dev(), meta.ino()) == self.file);
+        if own {
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+const IN_USE: &str = "another daemon listens there; stop it first, or choose another --socket";
+
+fn make_folder(path: &Path, open_to_all: bool) -> std::io::Result<()> {
+    let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) else {
+        return Ok(());
+    };
+    let mode = if open_to_all { 0o755 } else { 0o700 };
+    DirBuilder::new().recursive(true).mode(mode).create(folder)
+}
+
+/// Two daemons that start at once must not both take a stale socket for theirs.
+fn take_lock(path: &Path) -> Result<File, String> {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".lock");
+    let file = OpenOptions::new().create(true).append(true).mode(0o600).open(&name);
+    let file = file.map_err(|error| {
+        format!("its lock file cannot be made ({error}); name another path with --socket")
+    })?;
+    // The process before may take a moment to be gone.
+    for _ in 0..10 {
+        if flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
+            return Ok(file);
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    Err(IN_USE.to_owned())
+}
+
+/// Why a hello is refused, and the sentence for the client.
+struct Refused(HelloRefusal, String);
+
+async fn connection(app: Arc<App>, stream: UnixStream, room: tokio::sync::OwnedSemaphorePermit) {
+    let answered = tokio::time::timeout(HELLO_TIME, greet(&app, &stream)).await;
+    drop(room);
+    match answered {
+        Ok(Ok(Some(guard))) => serve(&guard, stream).await,
+        Ok(Ok(None)) => {}
+        Ok(Err(Refused(reason, message))) => {
+            app.counters.hello_refused(reason.label());
+            tracing::info!(reason = reason.label(), message, "a connection was refused");
+            let answer = Answer::Refused { version: PROTOCOL_VERSION, reason, message };
+            let _ = tokio::time::timeout(HELLO_TIME, send_answer(&stream, &answer, None)).await;
+        }
+        Err(_) => app.counters.hello_refused("timeout"),
+    }
+}
+
+/// Reads the hello and answers it. `Some` for a new session.
+async fn greet(app: &Arc<App>, stream: &UnixStream) -> Result<Option<SessionGuard>, Refused> {
+    let malformed =
+        |error: std::io::Error| Refused(HelloRefusal::Malformed, format!("bad hello: {error}"));
+    let peer = stream.peer_cred().map_err(malformed)?;
+    let (hello, fd) = recv_hello(stream).await.map_err(malformed)?;
+    if hello.version != PROTOCOL_VERSION {
+        let message = format!(
+            "the client speaks protocol {} and this daemon {PROTOCOL_VERSION}; use a client \
+             library of version {}",
+            hello.version,
+            env!("CARGO_PKG_VERSION")
+        );
+        return Err(Refused(HelloRefusal::Version, message));
+    }
+    let Some(caller) = app.tenants().caller(peer.uid(), peer.gid()) else {
+        return Err(Refused(HelloRefusal::UnknownUser, app.tenants().refusal(peer.uid())));
+    };
+    match hello.kind {
+        HelloKind::Attach { session, token } => {
+            let number = attach(app, &caller, session, token, fd)?;
+            let welcome = Welcome { session, token, fd: number, limits: limits(app) };
+            let _ = send_answer(stream, &Answer::Welcome(welcome), None).await;
+            Ok(None)
+        }
+        HelloKind::Session => {
+            if fd.is_some() {
+                let message = "a session's hello carries no descriptor".to_owned();
+                return Err(Refused(HelloRefusal::Descriptors, message));
+            }
+            let pid = peer.pid().unwrap_or(0);
+            open_session(app, stream, caller, hello, pid).await.map(Some)
+        }
+    }
+}
+
+fn attach(
+    app: &App,
+    caller: &Caller,
+    session: u64,
+    token: [u8; 16],
+    fd: Option<OwnedFd>,
+) -> Result<u64, Refused> {
+    let unknown = || {
+        let message = format!("no session {session} with this token");
+        Refused(HelloRefusal::UnknownSession, message)
+    };
+    let session = app.sessions().get(&SessionId(session)).cloned().ok_or_else(unknown)?;
+    if session.token != token || session.caller.uid != caller.uid {
+        return Err(unknown());
+    }
+    let fd = fd.ok_or_else(|| {
+        Refused(HelloRefusal::Descriptors, "an attach hello carries a descriptor".to_owned())
+    })?;
+    let max = app.limits().descriptors_waiting;
+    session.attach(fd, max, Instant::now()).ok_or_else(|| {
+        let message = format!("{max} descriptors wait for their regions already");
+        Refused(HelloRefusal::TooManyDescriptors, message)
+    })
+}
+
+async fn open_session(
+    app: &Arc<App>,
+    stream: &UnixStream,
+    caller: Caller,
+    hello: Hello,
+    pid: i32,
+) -> Result<SessionGuard, Refused> {
+    let max = app.limits().catalog.sessions;
+    let full = || {
+        let message = format!("all {max} sessions are taken; raise `limits.sessions`");
+        Refused(HelloRefusal::TooManySessions, message)
+    };
+    if app.sessions().len() >= max {
+        return Err(full());
+    }
+    let system = |error: std::io::Error| Refused(HelloRefusal::Other, error.to_string());
+    let event = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
+        .map_err(|error| system(error.into()))?;
+    let theirs = event.try_clone().map_err(system)?;
+    let mut token = [0; 16];
+    getrandom::fill(&mut token).map_err(|error| system(std::io::Error::other(error)))?;
+    let tenant = caller.tenant.as_ref().map(|tenant| tenant.id);
+    let counters = app.tenant_counters(tenant);
+    let tickets = Arc::new(Tickets::new(event, Arc::clone(&counters)));
+    let notified = Arc::clone(&tickets);
+    let notify = Arc::new(move |ticket, outcomes| notified.ended(ticket, outcomes));
+    let tenant = tenant.unwrap_or(kvtide_tiers::catalog::TenantId(u32::MAX));
+    let id = app.node().open_session(tenant, notify).map_err(|_| full())?;
+    let session = Arc::new(Session::new(id, token, caller, hello.name, tickets, counters));
+    let guard = SessionGuard { app: Arc::clone(app), session: Arc::clone(&session), pid };
+    app.sessions().insert(id, session);
+    let welcome = Welcome { session: id.0, token, fd: 0, limits: limits(app) };
+    send_answer(stream, &Answer::Welcome(welcome), Some(std::os::fd::AsFd::as_fd(&theirs)))
+        .await
+        .map_err(system)?;
+    let (client, uid) = (&guard.session.name, guard.session.caller.uid);
+    tracing::info!(session = id.0, client, uid, pid, "a client connected");
+    Ok(guard)
+}
+
+fn limits(app: &App) -> SessionLimits {
+    let limits = app.limits();
+    let count = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
+    SessionLimits {
+        frame_bytes: u32::try_from(FRAME_BYTES_MAX).unwrap_or(u32::MAX),
+        keys_per_call: count(limits.catalog.keys_per_call),
+        calls_in_flight: limits.calls_in_flight,
+        lease_ms_max: limits.catalog.lease_ms_max,
+        tickets: count(limits.catalog.tickets_per_session),
+        regions: count(limits.catalog.regions_per_session),
+    }
+}
+
+/// A session that is in the list and known to the node; neither after it is dropped.
+struct SessionGuard {
+    app: Arc<App>,
+    session: Arc<Session>,
+    pid: i32,
+}
+
+impl Drop for SessionGuard {
+    fn drop(&mut self) {
+        let id = self.session.id;
+        self.app.sessions().remove(&id);
+        self.app.node().close_session(id);
+        let client = &self.session.name;
+        tracing::info!(session = id.0, client, pid = self.pid, "a client is gone");
+    }
+}
+
+/// Serves calls until the client hangs up or sends what cannot be read.
+async fn serve(guard: &SessionGuard, stream: UnixStream) {
+    let app = &guard.app;
+    let service = Service::new(Arc::clone(app), Arc::clone(&guard.session));
+    let calls_max = usize::try_from(app.limits().calls_in_flight).unwrap_or(usize::MAX);
+    let channel = BaseChannel::with_defaults(server_transport(stream));
+    let mut requests = std::pin::pin!(channel.max_concurrent_requests(calls_max).requests());
+    let mut calls = JoinSet::new();
+    loop {
+        tokio::select! {
+            request = requests.next() => match request {
+                Some(Ok(request)) => {
+                    calls.spawn(request.execute(service.clone().serve()));
+                }
+                Some(Err(error)) => {
+                    if !hung_up(&error) {
+                        ServiceCounters::count(&app.counters.frames_bad);
+                        let (session, client) = (guard.session.id.0, &guard.session.name);
+                        tracing::warn!(
+                            session, client, %error,
+                            "a client sent what cannot be read; its connection is closed"
+                        );
+                    }
+                    return;
+                }
+                None => return,
+            },
+            Some(ended) = calls.join_next(), if !calls.is_empty() => {
+                if ended.is_err_and(|error| error.is_panic()) {
+                    ServiceCounters::count(&app.counters.panics);
+                    tracing::error!("a call ended in a panic; the daemon goes on");
+                }
+            }
+        }
+    }
+}
+
+/// Whether the error is nothing but the end of the connection.
+fn hung_up(error: &(dyn std::error::Error + 'static)) -> bool {
+    use std::io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if let Some(io) = error.downcast_ref::<std::io::Error>() {
+            if matches!(io.kind(), UnexpectedEof | BrokenPipe | ConnectionReset) {
+                return true;
+            }
+            if let Some(inner) = io.get_ref()
+                && hung_up(inner)
+            {
+                return true;
+            }
+        }
+        // tarpc shares its errors.
+        if let Some(shared) = error.downcast_ref::<Arc<std::io::Error>>() {
+            return hung_up(shared.as_ref());
+        }
+        next = error.source();
+    }
+    false
+}

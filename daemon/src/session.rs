@@ -1,0 +1,405 @@
+//! One client's session: its tickets, its namespaces, and descriptors that no region uses yet.
+//! Everything here is bounded, and ends with the session.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use kvtide_client::protocol::{TenantStats, TicketEnd};
+use kvtide_tiers::block::NamespaceId;
+use kvtide_tiers::catalog::{Limit, Outcome, SessionId, TenantId, TicketId, Tier};
+use tokio::sync::Notify;
+
+use crate::config::Caller;
+
+/// How long a descriptor waits for its region.
+const DESCRIPTOR_LIFE: Duration = Duration::from_secs(10);
+
+/// How long an outcome is kept for its client when the session's tickets run out.
+const OUTCOME_LIFE: Duration = Duration::from_secs(60);
+
+/// Counters of one tenant since the daemon started.
+#[derive(Debug, Default)]
+pub struct TenantCounters {
+    /// Lookups asked.
+    pub lookups: AtomicU64,
+    /// Keys in all lookups.
+    pub lookup_keys: AtomicU64,
+    /// Keys found.
+    pub lookup_hits: AtomicU64,
+    loaded_host: AtomicU64,
+    loaded_nvme: AtomicU64,
+    missed: AtomicU64,
+    stored: AtomicU64,
+    not_stored: AtomicU64,
+}
+
+impl TenantCounters {
+    fn count(&self, outcomes: &[Outcome]) {
+        for outcome in outcomes {
+            let counter = match outcome {
+                Outcome::Loaded(Tier::Nvme) => &self.loaded_nvme,
+                Outcome::Loaded(_) => &self.loaded_host,
+                Outcome::Missed(_) => &self.missed,
+                Outcome::Stored | Outcome::Present => &self.stored,
+                Outcome::Busy | Outcome::Rejected(_) => &self.not_stored,
+                _ => continue,
+            };
+            counter.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// The counters as they travel.
+    pub fn stats(&self, tenant: &str, sessions: u64) -> TenantStats {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        TenantStats {
+            tenant: tenant.to_owned(),
+            sessions,
+            lookups: read(&self.lookups),
+            lookup_keys: read(&self.lookup_keys),
+            lookup_hits: read(&self.lookup_hits),
+            loaded_host: read(&self.loaded_host),
+            loaded_nvme: read(&self.loaded_nvme),
+            missed: read(&self.missed),
+            stored: read(&self.stored),
+            not_stored: read(&self.not_stored),
+        }
+    }
+}
+
+/// One session.
+pub struct Session {
+    /// The number that the catalog and attach connections know it by.
+    pub id: SessionId,
+    /// What an attach connection has to show.
+    pub token: [u8; 16],
+    /// Who is behind it.
+    pub caller: Caller,
+    /// What the client calls itself.
+    pub name: String,
+    /// Its tickets.
+    pub tickets: Arc<Tickets>,
+    /// Counters of its tenant.
+    pub counters: Arc<TenantCounters>,
+    namespaces: Mutex<HashSet<NamespaceId>>,
+    descriptors: Mutex<Descriptors>,
+}
+
+impl Session {
+    /// A session around the tickets that the node already knows.
+    pub fn new(
+        id: SessionId,
+        token: [u8; 16],
+        caller: Caller,
+        name: String,
+        tickets: Arc<Tickets>,
+        counters: Arc<TenantCounters>,
+    ) -> Session {
+        Session {
+            id,
+            token,
+            caller,
+            name,
+            tickets,
+            counters,
+            namespaces: Mutex::default(),
+            descriptors: Mutex::default(),
+        }
+    }
+
+    /// The tenant's number, unless the caller is an operator who belongs to none.
+    pub fn tenant(&self) -> Option<TenantId> {
+        self.caller.tenant.as_ref().map(|tenant| tenant.id)
+    }
+
+    /// Notes that the session opened a namespace.
+    ///
+    /// # Errors
+    /// `max` are open already.
+    pub fn open(&self, namespace: NamespaceId, max: u32) -> Result<(), u32> {
+        let mut open = lock(&self.namespaces);
+        if !open.contains(&namespace) && open.len() >= usize::try_from(max).unwrap_or(usize::MAX) {
+            return Err(max);
+        }
+        open.insert(namespace);
+        Ok(())
+    }
+
+    /// Whether the session opened the namespace.
+    pub fn has_open(&self, namespace: NamespaceId) -> bool {
+        lock(&self.namespaces).contains(&namespace)
+    }
+
+    /// Keeps a descriptor for a region; answers the number under which it is found. Descriptors
+    /// whose time is over are closed. `None` when `max` wait already.
+    pub fn attach(&self, fd: OwnedFd, max: u32, now: Instant) -> Option<u64> {
+        lock(&self.descriptors).add(fd, max, now)
+    }
+
+    /// Takes a descriptor that was attached.
+    pub fn take_descriptor(&self, number: u64, now: Instant) -> Option<OwnedFd> {
+        lock(&self.descriptors).take(number, now)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[derive(Default)]
+struct Descriptors {
+    last: u64,
+    waiting: VecDeque<(u64, OwnedFd, Instant)>,
+}
+
+impl Descriptors {
+    fn expire(&mut self, now: Instant) {
+        self.waiting.retain(|(_, _, since)| now.duration_since(*since) < DESCRIPTOR_LIFE);
+    }
+
+    fn add(&mut self, fd: OwnedFd, max: u32, now: Instant) -> Option<u64> {
+        self.expire(now);
+        if self.waiting.len() >= usize::try_from(max).unwrap_or(usize::MAX) {
+            return None;
+        }
+        self.last += 1;
+        self.waiting.push_back((self.last, fd, now));
+        Some(self.last)
+    }
+
+    fn take(&mut self, number: u64, now: Instant) -> Option<OwnedFd> {
+        self.expire(now);
+        let at = self.waiting.iter().position(|(each, _, _)| *each == number)?;
+        self.waiting.remove(at).map(|(_, fd, _)| fd)
+    }
+}
+
+/// The tickets of one session: under way, or ended and not waited for yet.
+///
+/// The node may report an end before it has answered the question that made the ticket; both
+/// orders lead to one entry, which is removed when its outcome is taken.
+pub struct Tickets {
+    event: OwnedFd,
+    changed: Notify,
+    counters: Arc<TenantCounters>,
+    book: Mutex<Book>,
+}
+
+#[derive(Default)]
+struct Book {
+    reserved: usize,
+    entries: HashMap<TicketId, Entry>,
+}
+
+enum Entry {
+    Pending,
+    /// Nobody will wait for it: the call that made it was given up.
+    Abandoned,
+    Ended(Vec<Outcome>, Instant),
+}
+
+/// Room for one ticket, given back when dropped.
+pub struct Reservation {
+    tickets: Arc<Tickets>,
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        let mut book = lock(&self.tickets.book);
+        book.reserved = book.reserved.saturating_sub(1);
+    }
+}
+
+impl Tickets {
+    /// No tickets; `event` counts those that end.
+    pub fn new(event: OwnedFd, counters: Arc<TenantCounters>) -> Tickets {
+        Tickets { event, changed: Notify::new(), counters, book: Mutex::default() }
+    }
+
+    /// The eventfd that counts ended tickets.
+    pub fn event(&self) -> &OwnedFd {
+        &self.event
+    }
+
+    /// Makes room for one more ticket.
+    ///
+    /// # Errors
+    /// `max` tickets are there already.
+    pub fn reserve(self: &Arc<Self>, max: usize) -> Result<Reservation, Limit> {
+        let mut book = lock(&self.book);
+        if book.entries.len() + book.reserved >= max {
+            // An answer that never reached its client leaves a ticket that nobody waits for.
+            book.entries.retain(|_, entry| match entry {
+                Entry::Ended(_, since) => since.elapsed() < OUTCOME_LIFE,
+                _ => true,
+            });
+        }
+        if book.entries.len() + book.reserved >= max {
+            return Err(Limit::Tickets);
+        }
+        book.reserved += 1;
+        Ok(Reservation { tickets: Arc::clone(self) })
+    }
+
+    /// The node made a ticket. With `heard` false nobody will wait for it.
+    pub fn admit(&self, ticket: TicketId, heard: bool, room: Reservation) {
+        let mut book = lock(&self.book);
+        match book.entries.get(&ticket) {
+            Some(Entry::Ended(..)) if !heard => {
+                book.entries.remove(&ticket);
+            }
+            Some(_) => {}
+            None => {
+                let entry = if heard { Entry::Pending } else { Entry::Abandoned };
+                book.entries.insert(ticket, entry);
+            }
+        }
+        drop(book);
+        drop(room);
+    }
+
+    /// The call that made the ticket was given up before its answer went out.
+    pub fn abandon(&self, ticket: TicketId) {
+        let mut book = lock(&self.book);
+        match book.entries.get_mut(&ticket) {
+            Some(entry @ Entry::Pending) => *entry = Entry::Abandoned,
+            Some(Entry::Ended(..)) => {
+                book.entries.remove(&ticket);
+            }
+            _ => {}
+        }
+    }
+
+    /// A ticket ended. Called once for each, from any thread; does not block.
+    pub fn ended(&self, ticket: TicketId, outcomes: Vec<Outcome>) {
+        self.counters.count(&outcomes);
+        let mut book = lock(&self.book);
+        if matches!(book.entries.get(&ticket), Some(Entry::Abandoned)) {
+            book.entries.remove(&ticket);
+        } else {
+            book.entries.insert(ticket, Entry::Ended(outcomes, Instant::now()));
+        }
+        drop(book);
+        // The counter is full after 2^64 - 2 ends that nobody read.
+        let _ = rustix::io::write(self.event.as_fd(), &1u64.to_ne_bytes());
+        self.changed.notify_waiters();
+    }
+
+    /// Waits until at least one of the tickets has ended or is unknown, or the time is over, and
+    /// takes all outcomes that are there.
+    pub async fn wait(&self, tickets: &[TicketId], limit: Duration) -> Vec<TicketEnd> {
+        let until = tokio::time::Instant::now() + limit;
+        loop {
+            let mut changed = std::pin::pin!(self.changed.notified());
+            changed.as_mut().enable();
+            let ends = self.take(tickets);
+            if !ends.is_empty() || tickets.is_empty() {
+                return ends;
+            }
+            if tokio::time::timeout_at(until, changed).await.is_err() {
+                return self.take(tickets);
+            }
+        }
+    }
+
+    fn take(&self, tickets: &[TicketId]) -> Vec<TicketEnd> {
+        let mut book = lock(&self.book);
+        let mut ends = Vec::new();
+        for ticket in tickets {
+            let outcomes = match book.entries.get(ticket) {
+                Some(Entry::Pending | Entry::Abandoned) => continue,
+                None => None,
+                Some(Entry::Ended(..)) => match book.entries.remove(ticket) {
+                    Some(Entry::Ended(outcomes, _)) => Some(outcomes),
+                    _ => None,
+                },
+            };
+            ends.push(TicketEnd { ticket: *ticket, outcomes });
+        }
+        ends
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvtide_tiers::catalog::MissReason;
+    use rustix::event::{EventfdFlags, eventfd};
+
+    use super::*;
+
+    fn tickets() -> Arc<Tickets> {
+        let event = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC).unwrap();
+        Arc::new(Tickets::new(event, Arc::default()))
+    }
+
+    #[tokio::test]
+    async fn a_ticket_ends_once_in_whatever_order_the_node_reports() {
+        let tickets = tickets();
+        let outcomes = vec![Outcome::Loaded(Tier::Host), Outcome::Missed(MissReason::Absent)];
+        for (id, end_first) in [(TicketId(1), false), (TicketId(2), true)] {
+            let room = tickets.reserve(1).unwrap();
+            if end_first {
+                tickets.ended(id, outcomes.clone());
+                tickets.admit(id, true, room);
+            } else {
+                tickets.admit(id, true, room);
+                assert!(tickets.wait(&[id], Duration::ZERO).await.is_empty());
+                tickets.ended(id, outcomes.clone());
+            }
+            let ends = tickets.wait(&[id], Duration::ZERO).await;
+            assert_eq!(ends, [TicketEnd { ticket: id, outcomes: Some(outcomes.clone()) }]);
+            let again = tickets.wait(&[id], Duration::ZERO).await;
+            assert_eq!(again, [TicketEnd { ticket: id, outcomes: None }]);
+        }
+        let mut count = [0; 8];
+        rustix::io::read(tickets.event().as_fd(), &mut count).unwrap();
+        assert_eq!(u64::from_ne_bytes(count), 2);
+    }
+
+    #[tokio::test]
+    async fn tickets_are_bounded_and_abandoned_ones_take_no_room_after_their_end() {
+        let tickets = tickets();
+        let room = tickets.reserve(2).unwrap();
+        let other = tickets.reserve(2).unwrap();
+        assert_eq!(tickets.reserve(2).err(), Some(Limit::Tickets));
+        drop(other);
+        tickets.admit(TicketId(1), false, room);
+        let room = tickets.reserve(2).unwrap();
+        tickets.admit(TicketId(2), true, room);
+        assert!(tickets.reserve(2).is_err());
+        tickets.abandon(TicketId(2));
+        for id in [TicketId(1), TicketId(2)] {
+            tickets.ended(id, vec![Outcome::Stored]);
+        }
+        assert!(lock(&tickets.book).entries.is_empty());
+        assert!(tickets.reserve(1).is_ok());
+    }
+
+    #[tokio::test]
+    async fn a_wait_wakes_when_a_ticket_ends() {
+        let tickets = tickets();
+        let room = tickets.reserve(1).unwrap();
+        tickets.admit(TicketId(1), true, room);
+        let waiter = Arc::clone(&tickets);
+        let wait =
+            tokio::spawn(async move { waiter.wait(&[TicketId(1)], Duration::from_secs(60)).await });
+        tokio::task::yield_now().await;
+        tickets.ended(TicketId(1), vec![Outcome::Stored]);
+        assert_eq!(wait.await.unwrap().len(), 1);
+    }
+
+    #[test]
+    fn descriptors_are_bounded_and_expire() {
+        let mut descriptors = Descriptors::default();
+        let fd = || OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
+        let now = Instant::now();
+        let first = descriptors.add(fd(), 1, now).unwrap();
+        assert!(descriptors.add(fd(), 1, now).is_none());
+        assert!(descriptors.take(first, now).is_some());
+        assert!(descriptors.take(first, now).is_none());
+        let second = descriptors.add(fd(), 1, now).unwrap();
+        assert!(descriptors.take(second, now + DESCRIPTOR_LIFE).is_none());
+    }
+}

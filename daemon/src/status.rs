@@ -1,0 +1,46 @@
+//! What `status` shows, and what is stated at start.
+
+use std::sync::atomic::Ordering;
+
+use kvtide_client::protocol::{PROTOCOL_VERSION, StatusReport};
+
+use crate::app::{App, io_words};
+use crate::session::Session;
+
+/// The report for one caller.
+pub fn report(app: &App, session: &Session) -> StatusReport {
+    let caller = &session.caller;
+    let node = app.node().report();
+    let tenant = caller.tenant.as_ref();
+    let tenants = app.tenants();
+    let own = tenant.map(|tenant| tenant.name.clone()).unwrap_or_default();
+    let same = |each: &Session| caller.operator || each.tenant() == session.tenant();
+    let sessions = app.sessions().values().filter(|each| same(each)).count() as u64;
+    StatusReport {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        protocol: PROTOCOL_VERSION,
+        pid: std::process::id(),
+        uptime_s: app.started.elapsed().as_secs(),
+        operator: caller.operator,
+        socket: app.config.socket.display().to_string(),
+        store: app.config.store.display().to_string(),
+        draining: app.draining.load(Ordering::Acquire),
+        host_bytes: node.host_bytes,
+        host_pages: node.pages.name().to_owned(),
+        nvme_bytes: node.nvme.as_ref().map_or(0, |nvme| nvme.geometry.store_bytes()),
+        nvme_io: io_words(&node),
+        device: "off: this build has no device tier".to_owned(),
+        notes: app.notes.clone(),
+        sessions,
+        tenants: match caller.operator {
+            true => tenants.list.iter().map(|tenant| tenant.name.clone()).collect(),
+            false => vec![own.clone()],
+        },
+        shared: match caller.operator {
+            true => tenants.shared.iter().map(|space| space.name.clone()).collect(),
+            false => tenants.shared_of(&own).map(|space| space.name.clone()).collect(),
+        },
+        codec: tenant.map(|tenant| tenant.codec).unwrap_or_default(),
+        tenant: own,
+    }
+}
