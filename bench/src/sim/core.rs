@@ -1,6 +1,6 @@
 //! The core with an edge on which everything succeeds at once.
 
-use std::collections::VecDeque;
+use std::{collections::VecDeque, path::PathBuf};
 
 use anyhow::{Context, bail, ensure};
 use kvtide_tiers::{
@@ -10,7 +10,7 @@ use kvtide_tiers::{
         NamespaceInfo, NvmeShape, Outcome, Policy, PrefixQuery, RegionId, Reply, Request,
         SessionId, StoreBlock, TenantId, Tier, Timestamp,
     },
-    segment::StoreGeometry,
+    movement::{NodeConfig, NvmeConfig},
 };
 
 const NAMESPACE: NamespaceId = NamespaceId(1);
@@ -69,15 +69,21 @@ impl Core {
         block_bytes: u64,
     ) -> anyhow::Result<Core> {
         let block_bytes = u32::try_from(block_bytes).context("blocks must be below 4 GiB")?;
-        let mut config = config(policy, host_bytes, slab_bytes(host_bytes))?;
+        // The daemon's own way from sizes to shapes.
+        let node = NodeConfig::new(host_bytes);
+        let slab_bytes = node.host.slab();
+        let host_bytes = host_bytes / u64::from(slab_bytes) * u64::from(slab_bytes);
         ensure!(
-            u64::from(block_bytes) <= u64::from(config.slab_bytes),
-            "a block of {block_bytes} bytes does not fit a host tier of {host_bytes}"
+            block_bytes <= slab_bytes && host_bytes > 0,
+            "blocks of {block_bytes} bytes do not fit a host tier of {host_bytes}"
         );
+        let mut config = config(policy, host_bytes, slab_bytes)?;
+        (config.clean_percent, config.idle_ms) = (node.clean_percent, node.idle_ms);
         if let Some(bytes) = nvme_bytes {
-            let segment_bytes = StoreGeometry::segment_bytes_for(bytes);
-            let Some(geometry) = StoreGeometry::fit(bytes, segment_bytes, block_bytes) else {
-                bail!("an nvme tier of {bytes} bytes has no room for four segments");
+            let mut nvme = NvmeConfig::new(PathBuf::new(), bytes);
+            nvme.block_bytes_min = block_bytes;
+            let Some(geometry) = nvme.geometry() else {
+                bail!("an nvme tier of {bytes} bytes cannot be cut into four segments");
             };
             config.nvme = Some(NvmeShape {
                 geometry,
@@ -85,7 +91,7 @@ impl Core {
                 quarantined: Vec::new(),
                 write_bytes_in_flight: 8 << 20,
                 reads_in_flight: 64,
-                clean_segments: (geometry.segments / 8).clamp(1, 4),
+                clean_segments: 4,
                 reinsert_percent: 25,
             });
         }
@@ -309,14 +315,6 @@ impl Core {
 
 fn sum_of(key: &BlockKey) -> Sum128 {
     Sum128::of(&key.0)
-}
-
-fn slab_bytes(host_bytes: u64) -> u32 {
-    let mut slab = 64u32 << 20;
-    while slab > 1 << 20 && host_bytes / u64::from(slab) < 32 {
-        slab /= 2;
-    }
-    slab
 }
 
 fn config(policy: &str, host_bytes: u64, slab_bytes: u32) -> anyhow::Result<CatalogConfig> {

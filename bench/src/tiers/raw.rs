@@ -172,3 +172,36 @@ impl Drop for Raw {
         let _ = std::fs::remove_file(&self.path);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_raw_ring_writes_and_reads_what_it_was_given() {
+        let folder = tempfile::tempdir().unwrap();
+        let sizes = Sizes {
+            block_bytes: 64 << 10,
+            host_bytes: 0,
+            nvme_bytes: 0,
+            batch: 1,
+            host_blocks: 0,
+            nvme_blocks: 50,
+            rounds: 1,
+        };
+        let mut raw = match Raw::prepare(folder.path(), &sizes) {
+            Ok(raw) => raw,
+            Err(error) => {
+                eprintln!("SKIPPED: no direct I/O in {}: {error:#}", folder.path().display());
+                return;
+            }
+        };
+        let mut measures = Measures::new(sizes.block_bytes);
+        raw.round(0, &mut measures).unwrap();
+        raw.round(1, &mut measures).unwrap();
+        assert_eq!(measures.failures(), 0);
+        // The check is one: what was written last is not what is expected of another round.
+        raw.transfer(0, false, &mut measures).unwrap();
+        assert_eq!(measures.failures(), 50);
+    }
+}
