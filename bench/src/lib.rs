@@ -1,1 +1,19 @@
-//! placeholder
+//! Trace replay, simulation and yardsticks of kvtide.
+//!
+//! [`trace`] reads recorded requests, [`payload`] makes bytes that can be checked, `sim` drives the
+//! pure core with them, [`replay`] a real daemon, and [`tiers`] sets the daemon beside `memcpy` and
+//! beside a raw ring. Everything here measures or checks; nothing here is part of the product.
+
+#![forbid(unsafe_code)]
+
+pub mod daemon;
+pub mod payload;
+pub mod process;
+pub mod replay;
+pub mod report;
+pub mod scratch;
+pub mod sim;
+
+pub mod tiers;
+pub mod trace;
+pub mod units;

@@ -1,2 +1,48 @@
-//! placeholder
-fn main() {}
+//! `kvtide-bench`: replays traces through a real daemon, simulates them through the pure core, and
+//! sets the daemon beside `memcpy` and a raw ring.
+
+#![forbid(unsafe_code)]
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use kvtide_bench::{replay, sim, tiers};
+
+#[derive(Parser)]
+#[command(version, about = "Trace replay, simulation and yardsticks of kvtide")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Replay a trace through a real daemon from several client processes; every byte is checked.
+    Replay(replay::ReplayArgs),
+    /// Replay a trace through the pure core alone: no I/O, exact counts.
+    Sim(sim::SimArgs),
+    /// Store and load through a real daemon, beside memcpy and a raw O_DIRECT ring.
+    Tiers(tiers::TiersArgs),
+    /// A client process of `replay`.
+    #[command(name = "__worker", hide = true)]
+    Worker(replay::WorkerArgs),
+}
+
+fn main() -> ExitCode {
+    // `replay` and `tiers` start their daemon by running this program again.
+    let mut args = std::env::args_os().skip(1);
+    if args.next().is_some_and(|arg| arg == "__daemon") {
+        kvtide_bench::daemon::end_with_parent();
+        return ExitCode::FAILURE;
+    }
+    let result = match Cli::parse().command {
+        Command::Replay(args) => replay::run(&args),
+        Command::Sim(args) => sim::run(&args),
+        Command::Tiers(args) => tiers::run(&args),
+        Command::Worker(args) => replay::run_worker(&args),
+    };
+    result.unwrap_or_else(|error| {
+        eprintln!("kvtide-bench: {error:#}");
+        ExitCode::from(2)
+    })
+}

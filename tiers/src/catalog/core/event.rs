@@ -324,8 +324,9 @@ pub struct CatalogConfig {
     /// They are also written when no client asked anything for this long, milliseconds.
     /// Default: 200. 0: never.
     pub idle_ms: u64,
-    /// Whether a store makes the blocks before it more recent too. Only a simulator that touches
-    /// every block of a path itself turns it off. Default: true.
+    /// Whether a store makes the blocks before it more recent too, a block just stored counts as
+    /// used, and unreachable blocks go early. Only a simulator of published figures, which stores
+    /// every block of a path in a call of its own, turns it off. Default: true.
     pub touch_ancestors: bool,
     /// Seconds since the Unix epoch at timestamp 0.
     pub epoch_s: u64,

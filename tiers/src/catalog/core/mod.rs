@@ -147,7 +147,9 @@ impl Catalog {
         self.pump_fetches();
         self.pump_reclaim();
         self.pump_writes();
-        self.drop_surplus_ghosts();
+        if self.config.touch_ancestors {
+            self.drop_surplus_ghosts();
+        }
         self.answer_drain();
         std::mem::take(&mut self.actions)
     }

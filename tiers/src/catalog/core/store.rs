@@ -56,7 +56,9 @@ impl Catalog {
             }
         }
         for block in blocks.iter().rev() {
-            if let Some(index) = self.table.find(namespace, &block.key) {
+            if let Some(index) = self.table.find(namespace, &block.key)
+                && (self.config.touch_ancestors || !self.table.get(index).is_filling())
+            {
                 self.touch(index);
             }
         }

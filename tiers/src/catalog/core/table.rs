@@ -87,6 +87,10 @@ pub(crate) struct Block {
 }
 
 impl Block {
+    pub(crate) fn is_filling(&self) -> bool {
+        matches!(self.host, HostCopy::Filling { .. })
+    }
+
     pub(crate) fn is_ghost(&self) -> bool {
         self.host == HostCopy::Absent && self.nvme == NvmeCopy::Absent
     }

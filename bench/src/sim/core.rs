@@ -1,0 +1,340 @@
+//! The core with an edge on which everything succeeds at once.
+
+use std::{collections::VecDeque, path::PathBuf};
+
+use anyhow::{Context, bail, ensure};
+use kvtide_tiers::{
+    block::{BlockKey, Codec, ElementType, NamespaceId, Sum128},
+    catalog::{
+        Action, AskId, Catalog, CatalogConfig, CatalogStats, Event, LeaseId, Limits, LoadBlock,
+        NamespaceInfo, NvmeShape, Outcome, Policy, PrefixQuery, RegionId, Reply, Request,
+        SessionId, StoreBlock, TenantId, Tier, Timestamp,
+    },
+    movement::{NodeConfig, NvmeConfig},
+};
+
+const NAMESPACE: NamespaceId = NamespaceId(1);
+const SESSION: SessionId = SessionId(1);
+const TENANT: TenantId = TenantId(0);
+const REGION: RegionId = RegionId(1);
+
+/// Bytes of a block where only their number counts.
+const SMALL_BLOCK: u32 = 4096;
+
+/// Blocks in one call, as in `replay`.
+const PLACES: u32 = 512;
+
+/// What a load brought.
+#[derive(Debug, Default)]
+pub(super) struct Loaded {
+    pub(super) device: u64,
+    pub(super) host: u64,
+    pub(super) nvme: u64,
+    /// For each block that the lookup found: whether it came.
+    pub(super) came: Vec<bool>,
+}
+
+impl Loaded {
+    pub(super) fn blocks(&self) -> u64 {
+        self.device + self.host + self.nvme
+    }
+}
+
+/// A catalog and its made-up surroundings.
+pub(super) struct Core {
+    catalog: Catalog,
+    now: Timestamp,
+    ticked: Timestamp,
+    next_ask: u64,
+    /// The key that lies in each place of the region.
+    places: Vec<BlockKey>,
+    events: VecDeque<Event>,
+    reply: Option<Reply>,
+    ended: Option<Vec<Outcome>>,
+}
+
+impl Core {
+    /// One tier: host RAM with a slot for each of `blocks` blocks.
+    pub(super) fn one_tier(policy: &str, blocks: u64) -> anyhow::Result<Core> {
+        let mut config = config(policy, blocks * u64::from(SMALL_BLOCK), SMALL_BLOCK)?;
+        config.touch_ancestors = false;
+        Ok(Core::start(config, SMALL_BLOCK))
+    }
+
+    /// The tiers of a daemon with these capacities.
+    pub(super) fn tiers(
+        policy: &str,
+        host_bytes: u64,
+        nvme_bytes: Option<u64>,
+        block_bytes: u64,
+    ) -> anyhow::Result<Core> {
+        let block_bytes = u32::try_from(block_bytes).context("blocks must be below 4 GiB")?;
+        // The daemon's own way from sizes to shapes.
+        let node = NodeConfig::new(host_bytes);
+        let slab_bytes = node.host.slab();
+        let host_bytes = host_bytes / u64::from(slab_bytes) * u64::from(slab_bytes);
+        ensure!(
+            block_bytes <= slab_bytes && host_bytes > 0,
+            "blocks of {block_bytes} bytes do not fit a host tier of {host_bytes}"
+        );
+        let mut config = config(policy, host_bytes, slab_bytes)?;
+        (config.clean_percent, config.idle_ms) = (node.clean_percent, node.idle_ms);
+        if let Some(bytes) = nvme_bytes {
+            let mut nvme = NvmeConfig::new(PathBuf::new(), bytes);
+            nvme.block_bytes_min = block_bytes;
+            let Some(geometry) = nvme.geometry() else {
+                bail!("an nvme tier of {bytes} bytes cannot be cut into four segments");
+            };
+            config.nvme = Some(NvmeShape {
+                geometry,
+                epoch: 1,
+                quarantined: Vec::new(),
+                write_bytes_in_flight: 8 << 20,
+                reads_in_flight: 64,
+                clean_segments: 4,
+                reinsert_percent: 25,
+            });
+        }
+        Ok(Core::start(config, block_bytes))
+    }
+
+    fn start(config: CatalogConfig, block_bytes: u32) -> Core {
+        let mut core = Core {
+            catalog: Catalog::new(config),
+            now: Timestamp(1),
+            ticked: Timestamp(1),
+            next_ask: 0,
+            places: vec![BlockKey::ROOT; PLACES as usize],
+            events: VecDeque::new(),
+            reply: None,
+            ended: None,
+        };
+        core.events.push_back(Event::Namespace(NamespaceInfo {
+            id: NAMESPACE,
+            generation: 1,
+            tenant: TENANT,
+            codec: Codec::Raw,
+            element: ElementType::Bf16,
+        }));
+        core.events.push_back(Event::SessionOpened { session: SESSION, tenant: TENANT });
+        core.events.push_back(Event::RegionOpened {
+            session: SESSION,
+            region: REGION,
+            places: PLACES,
+            block_bytes,
+        });
+        core.run();
+        core
+    }
+
+    /// Lets time pass, with the ticks that the daemon would send.
+    pub(super) fn advance(&mut self, us: u64) {
+        self.now = Timestamp(self.now.0 + us);
+        if self.now.0 - self.ticked.0 >= 50_000 {
+            self.ticked = self.now;
+            self.events.push_back(Event::Tick);
+            self.run();
+        }
+    }
+
+    /// Blocks of the resident prefix; changes nothing.
+    pub(super) fn peek(&mut self, keys: &[BlockKey]) -> anyhow::Result<usize> {
+        let prefixes = vec![PrefixQuery { namespace: NAMESPACE, keys: keys.to_vec() }];
+        match self.ask(Request::Lookup { prefixes, lease_ms: 0 })? {
+            Reply::Lookup(found) => Ok(found.blocks as usize),
+            other => bail!("a lookup was answered with {other:?}"),
+        }
+    }
+
+    /// Touches blocks that are there, the last one first.
+    pub(super) fn touch(&mut self, keys: &[BlockKey]) -> anyhow::Result<()> {
+        if keys.is_empty() {
+            return Ok(());
+        }
+        let prefix = PrefixQuery { namespace: NAMESPACE, keys: keys.to_vec() };
+        match self.ask(Request::Touch { prefix })? {
+            Reply::Count(blocks) if blocks == keys.len() as u64 => Ok(()),
+            other => bail!("a touch of {} blocks was answered with {other:?}", keys.len()),
+        }
+    }
+
+    /// Stores one block; false when there was no room.
+    pub(super) fn store_one(
+        &mut self,
+        key: &BlockKey,
+        parent: &BlockKey,
+        position: usize,
+    ) -> anyhow::Result<bool> {
+        Ok(self.store(&[(*key, *parent, u32::try_from(position)?)])? == 0)
+    }
+
+    /// Looks up a path with a lease and loads what is there.
+    pub(super) fn load(&mut self, keys: &[BlockKey]) -> anyhow::Result<Loaded> {
+        let prefixes = vec![PrefixQuery { namespace: NAMESPACE, keys: keys.to_vec() }];
+        let found = match self.ask(Request::Lookup { prefixes, lease_ms: 60_000 })? {
+            Reply::Lookup(found) => found,
+            other => bail!("a lookup was answered with {other:?}"),
+        };
+        let mut loaded = Loaded::default();
+        let Some(lease) = found.lease else { return Ok(loaded) };
+        let hits = keys.get(..found.blocks as usize).context("a lookup found more than asked")?;
+        for part in hits.chunks(PLACES as usize) {
+            self.load_part(lease, part, &mut loaded)?;
+        }
+        self.ask(Request::Release { lease })?;
+        Ok(loaded)
+    }
+
+    fn load_part(
+        &mut self,
+        lease: LeaseId,
+        keys: &[BlockKey],
+        loaded: &mut Loaded,
+    ) -> anyhow::Result<()> {
+        let place = |(key, place): (&BlockKey, u32)| LoadBlock { key: *key, place };
+        let blocks = keys.iter().zip(0..).map(place).collect();
+        self.ask(Request::Load { lease, namespace: NAMESPACE, region: REGION, blocks })?;
+        let outcomes = self.ended.take().context("a load did not end")?;
+        ensure!(outcomes.len() == keys.len(), "a load of {} ended oddly", keys.len());
+        for outcome in outcomes {
+            match outcome {
+                Outcome::Loaded(Tier::Device) => loaded.device += 1,
+                Outcome::Loaded(Tier::Host) => loaded.host += 1,
+                Outcome::Loaded(Tier::Nvme) => loaded.nvme += 1,
+                Outcome::Missed(_) => {}
+                other => bail!("a load ended as {other:?}"),
+            }
+            loaded.came.push(matches!(outcome, Outcome::Loaded(_)));
+        }
+        Ok(())
+    }
+
+    /// Stores what did not come; returns how many found no room.
+    pub(super) fn store_rest(&mut self, keys: &[BlockKey], came: &[bool]) -> anyhow::Result<u64> {
+        let parents = std::iter::once(&BlockKey::ROOT).chain(keys);
+        let rest: Vec<_> = keys
+            .iter()
+            .zip(parents)
+            .zip(0u32..)
+            .zip(came.iter().copied().chain(std::iter::repeat(false)))
+            .filter(|(_, came)| !came)
+            .map(|(((key, parent), position), _)| (*key, *parent, position))
+            .collect();
+        let mut no_room = 0;
+        for part in rest.chunks(PLACES as usize) {
+            no_room += self.store(part)?;
+        }
+        Ok(no_room)
+    }
+
+    fn store(&mut self, blocks: &[(BlockKey, BlockKey, u32)]) -> anyhow::Result<u64> {
+        for ((key, _, _), place) in blocks.iter().zip(&mut self.places) {
+            *place = *key;
+        }
+        let block = |((key, parent, position), place): (&(BlockKey, BlockKey, u32), u32)| {
+            let (key, parent, position) = (*key, *parent, *position);
+            StoreBlock { key, parent, position, tokens: 1, place }
+        };
+        let blocks = blocks.iter().zip(0..).map(block).collect();
+        let request =
+            Request::Store { namespace: NAMESPACE, conversation: 1, region: REGION, blocks };
+        self.ask(request)?;
+        let mut no_room = 0;
+        for outcome in self.ended.take().context("a store did not end")? {
+            match outcome {
+                Outcome::Stored | Outcome::Present => {}
+                Outcome::Busy => no_room += 1,
+                other => bail!("a store ended as {other:?}"),
+            }
+        }
+        Ok(no_room)
+    }
+
+    /// The core's counters.
+    pub(super) fn stats(&mut self) -> anyhow::Result<CatalogStats> {
+        match self.ask(Request::Stats)? {
+            Reply::Stats(stats) => Ok(*stats),
+            other => bail!("stats were answered with {other:?}"),
+        }
+    }
+
+    fn ask(&mut self, request: Request) -> anyhow::Result<Reply> {
+        self.next_ask += 1;
+        self.reply = None;
+        let ask = AskId(self.next_ask);
+        self.events.push_back(Event::Asked { ask, session: SESSION, request });
+        self.run();
+        match self.reply.take().context("a request was not answered")? {
+            Reply::Busy(limit) => bail!("the core is busy: {limit:?}"),
+            Reply::Refused(refusal) => bail!("the core refused: {refusal:?}"),
+            reply => Ok(reply),
+        }
+    }
+
+    fn run(&mut self) {
+        while let Some(event) = self.events.pop_front() {
+            for action in self.catalog.apply(self.now, event) {
+                self.act(action);
+            }
+        }
+    }
+
+    /// Carries an action out: it succeeds. A block's checksum is made up from its key.
+    fn act(&mut self, action: Action) {
+        let done = match action {
+            Action::Answer { reply, .. } => {
+                self.reply = Some(reply);
+                return;
+            }
+            Action::EndTicket { outcomes, .. } => {
+                self.ended = Some(outcomes);
+                return;
+            }
+            Action::Gather { op, descriptor, .. } => {
+                Event::Gathered { op, result: Ok(sum_of(&descriptor.key)) }
+            }
+            Action::Compare { op, place, .. } => {
+                let key = self.places.get(place as usize).copied().unwrap_or_default();
+                Event::Compared { op, result: Ok(sum_of(&key)) }
+            }
+            Action::Scatter { op, .. } => Event::Scattered { op, result: Ok(()) },
+            Action::Read { op, .. } => Event::Read { op, result: Ok(()) },
+            Action::Encode { op, .. } => Event::Encoded { op, result: None },
+            Action::Write { op, .. } => Event::Written { op, result: Ok(()) },
+            Action::OpenSegment { segment, .. } => Event::SegmentOpened { segment, result: Ok(()) },
+            Action::BindSlab { .. }
+            | Action::DropEncoded { .. }
+            | Action::SealSegment { .. }
+            | Action::EraseDescriptor { .. }
+            | Action::QuarantineSegment { .. }
+            | Action::TierOffline { .. } => return,
+        };
+        self.events.push_back(done);
+    }
+}
+
+fn sum_of(key: &BlockKey) -> Sum128 {
+    Sum128::of(&key.0)
+}
+
+fn config(policy: &str, host_bytes: u64, slab_bytes: u32) -> anyhow::Result<CatalogConfig> {
+    let host_policy: fn() -> Box<dyn Policy> = match policy {
+        "lru" => || Box::new(kvtide_tiers::catalog::Lru::default()),
+        "fifo" => || Box::new(kvtide_tiers::catalog::Fifo::default()),
+        "sieve" => || Box::new(kvtide_tiers::catalog::Sieve::default()),
+        other => bail!("no policy is called {other}"),
+    };
+    Ok(CatalogConfig {
+        host_bytes,
+        slab_bytes,
+        host_policy,
+        nvme: None,
+        // Paths may be longer than what a client may ask at once.
+        limits: Limits { keys_per_call: 1 << 20, ..Limits::default() },
+        clean_percent: 25,
+        idle_ms: 200,
+        touch_ancestors: true,
+        epoch_s: 0,
+        hash_seed: 1,
+    })
+}

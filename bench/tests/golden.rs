@@ -1,0 +1,97 @@
+//! The simulator against published figures, to the block.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    reason = "a test may panic, also in its helpers"
+)]
+
+use std::path::PathBuf;
+
+use kvtide_bench::{sim, trace::trace_folder};
+
+/// The trace, or `None` with a loud word when the public traces are not on this machine.
+fn trace(name: &str) -> Option<PathBuf> {
+    let path = trace_folder().join(name);
+    if path.exists() {
+        return Some(path);
+    }
+    eprintln!("SKIPPED: no {}; set KVTIDE_TRACES to the folder of public traces", path.display());
+    None
+}
+
+fn args(trace: PathBuf, policy: &str, capacity_blocks: Option<u64>) -> sim::SimArgs {
+    sim::SimArgs {
+        trace,
+        policy: policy.to_owned(),
+        capacity_blocks,
+        block_bytes: 64 << 10,
+        host_bytes: 1 << 30,
+        nvme_bytes: None,
+        requests: None,
+        json: false,
+    }
+}
+
+/// The hits that `golden.json` beside the traces names for a policy, by capacity.
+fn golden(trace: &str, policy: &str) -> Vec<(u64, u64)> {
+    let text = std::fs::read_to_string(trace_folder().join("golden.json")).unwrap();
+    let golden: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let rows = golden[trace]["policies"][policy].as_object().unwrap();
+    rows.iter()
+        .map(|(blocks, row)| (blocks.parse().unwrap(), row["hit_blocks"].as_u64().unwrap()))
+        .collect()
+}
+
+fn check(file: &str, name: &str, policy: &str, smallest: usize) {
+    let Some(path) = trace(file) else { return };
+    let mut golden = golden(name, policy);
+    golden.sort_unstable();
+    for (blocks, hits) in golden.into_iter().skip(smallest) {
+        let result = sim::simulate(&args(path.clone(), policy, Some(blocks))).unwrap();
+        assert_eq!(result.summary.blocks_hit_host, hits, "{name}, {policy}, {blocks} blocks");
+        assert_eq!(result.not_stored, 0);
+    }
+}
+
+const CONVERSATION: &str = "mooncake_conversation.jsonl.zst";
+
+#[test]
+fn leaf_first_lru_on_conversations() {
+    check(CONVERSATION, "mooncake_conversation", "lru", 0);
+}
+
+#[test]
+fn fifo_on_conversations() {
+    check(CONVERSATION, "mooncake_conversation", "fifo", 0);
+}
+
+#[test]
+fn sieve_on_conversations() {
+    check(CONVERSATION, "mooncake_conversation", "sieve", 0);
+}
+
+#[test]
+fn leaf_first_lru_on_coding_agents() {
+    // The two smaller capacities agree as well, but take a minute.
+    check("cc_small64_64.kvtrace.csv.zst", "cc_small64_64", "lru", 2);
+}
+
+/// The reader agrees with the published totals of every trace.
+#[test]
+fn totals_of_the_traces() {
+    for (file, requests, blocks) in [
+        (CONVERSATION, 12_031, 288_500),
+        ("cc_small64_64.kvtrace.csv.zst", 4_117, 7_593_512),
+        ("cc_node_256.kvtrace.csv.zst", 46_218, 21_333_979),
+    ] {
+        let Some(path) = trace(file) else { continue };
+        let reader = kvtide_bench::trace::TraceReader::open(&path).unwrap();
+        let mut counts = (0, 0);
+        for request in reader {
+            counts.0 += 1;
+            counts.1 += request.unwrap().path.len();
+        }
+        assert_eq!(counts, (requests, blocks), "{file}");
+    }
+}
