@@ -25,6 +25,7 @@ use clap::Args;
 
 pub use kill::Kill;
 pub use totals::Totals;
+pub(crate) use totals::histogram;
 pub(crate) use worker::bench_namespace;
 pub use worker::{WorkerArgs, run_worker};
 
