@@ -194,9 +194,13 @@ fn coordinate(
                 && Instant::now() >= at
                 && running > 0
             {
-                match kill::kill_once(daemon, &gate, started, totals.kills.len().is_multiple_of(2))
-                {
-                    Ok(kill) => totals.kills.push(kill),
+                match kill::kill_once(
+                    daemon,
+                    &gate,
+                    started,
+                    totals.kills().len().is_multiple_of(2),
+                ) {
+                    Ok((kill, stats)) => totals.add_kill(kill, stats),
                     Err(error) => result = Err(error),
                 }
                 next_kill = Some(Instant::now() + every);

@@ -8,6 +8,7 @@ use std::{
 use hdrhistogram::Histogram;
 use kvtide_client::{ClientConfig, blocking::Client};
 use kvtide_tiers::catalog::CatalogStats;
+use serde::Serialize;
 use serde_json::json;
 
 use super::{kill::Kill, wire::Done};
@@ -38,14 +39,24 @@ pub struct Totals {
     lookup: Histogram<u64>,
     load: Histogram<u64>,
     store: Histogram<u64>,
-    /// The kills.
-    pub(super) kills: Vec<Kill>,
+    kills: Vec<Kill>,
     pub(super) client_cpu_s: f64,
     pub(super) daemon_cpu_s: f64,
     pub(super) daemon_memory: Memory,
     pub(super) stop_ms: u64,
-    catalog: Option<CatalogStats>,
+    /// The daemon's counters at the end of each of its lives.
+    lives: Vec<CatalogStats>,
     status: Vec<String>,
+}
+
+/// Counters of the daemon, over all of its lives.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+struct DaemonCounts {
+    written: u64,
+    reclaimed: u64,
+    corrupt: u64,
+    read_failures: u64,
+    write_failures: u64,
 }
 
 /// One microsecond to an hour; what lies outside counts as the nearest.
@@ -73,9 +84,15 @@ impl Totals {
             daemon_cpu_s: 0.0,
             daemon_memory: Memory::default(),
             stop_ms: 0,
-            catalog: None,
+            lives: Vec::new(),
             status: Vec::new(),
         }
+    }
+
+    /// A kill, and the daemon's counters just before it.
+    pub(super) fn add_kill(&mut self, kill: Kill, stats: CatalogStats) {
+        self.kills.push(kill);
+        self.lives.push(stats);
     }
 
     /// The agreed fields.
@@ -152,7 +169,7 @@ impl Totals {
     /// The daemon's own counters, at the end.
     pub(super) fn ask_daemon(&mut self, daemon: &Daemon) {
         let Ok(client) = Client::connect(ClientConfig::new(daemon.spec().socket())) else { return };
-        self.catalog = client.stats().ok().and_then(|stats| stats.catalog);
+        self.lives.extend(client.stats().ok().and_then(|stats| stats.catalog));
         if let Ok(status) = client.status() {
             self.status = vec![status.host_pages, status.nvme_io];
         }
@@ -176,6 +193,16 @@ impl Totals {
 
     fn bytes_down(&self) -> u64 {
         self.blocks_stored() * self.block_bytes
+    }
+
+    fn daemon_counts(&self) -> DaemonCounts {
+        self.lives.iter().fold(DaemonCounts::default(), |sum, life| DaemonCounts {
+            written: sum.written + life.nvme.bytes_in,
+            reclaimed: sum.reclaimed + life.segments_reclaimed,
+            corrupt: sum.corrupt + life.corrupt,
+            read_failures: sum.read_failures + life.read_failures,
+            write_failures: sum.write_failures + life.write_failures,
+        })
     }
 
     fn found(&self) -> (u64, u64, u64) {
@@ -221,13 +248,12 @@ impl Totals {
             count(&mut table, &format!("  not stored: {reason}"), *blocks, String::new());
         }
         count(&mut table, "stores tried again (busy)", self.busy, String::new());
-        if let Some(catalog) = &self.catalog {
-            count(&mut table, "nvme written", catalog.nvme.bytes_in >> 20, "MiB".into());
-            count(&mut table, "segments reclaimed", catalog.segments_reclaimed, String::new());
-            count(&mut table, "corrupt blocks dropped", catalog.corrupt, String::new());
-            let failed = catalog.read_failures + catalog.write_failures;
-            count(&mut table, "device operations failed", failed, String::new());
-        }
+        let daemon = self.daemon_counts();
+        count(&mut table, "bytes written to nvme", daemon.written, show_bytes(daemon.written));
+        count(&mut table, "segments reclaimed", daemon.reclaimed, String::new());
+        count(&mut table, "corrupt blocks dropped", daemon.corrupt, String::new());
+        count(&mut table, "nvme reads failed", daemon.read_failures, String::new());
+        count(&mut table, "nvme writes failed", daemon.write_failures, String::new());
         table.row([""]);
         table.row(["latency", "p50", "p90", "p99", "p99.9", "max", "calls"]);
         let each = [("lookup", &self.lookup), ("load", &self.load), ("store", &self.store)];
@@ -327,7 +353,8 @@ impl Totals {
             "daemon_start_ms": self.start.as_millis() as u64,
             "daemon_stop_ms": self.stop_ms,
             "daemon_io": self.status,
-            "catalog": self.catalog,
+            "daemon": self.daemon_counts(),
+            "catalog": self.lives.last(),
             "kills": self.kills,
             "kills_found": found,
             "kills_expected": expected,
