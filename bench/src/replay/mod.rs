@@ -137,7 +137,7 @@ pub fn replay(args: &ReplayArgs) -> anyhow::Result<Totals> {
     }
     let workers: Vec<Worker> =
         (0..args.clients).map(|at| Worker::start(args, &daemon, at)).collect::<Result<_, _>>()?;
-    let mut totals = Totals::new(args.block_bytes, start);
+    let mut totals = Totals::new(args.block_bytes, start, scratch.kind());
     coordinate(args, &mut daemon, source, workers, &mut totals)?;
     totals.daemon_memory = crate::process::memory(daemon.pid()).unwrap_or_default();
     totals.ask_daemon(&daemon);

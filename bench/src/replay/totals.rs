@@ -29,6 +29,7 @@ pub struct Totals {
     summary: Summary,
     block_bytes: u64,
     start: Duration,
+    file_system: String,
     missed: BTreeMap<String, u64>,
     not_stored: BTreeMap<String, u64>,
     stored: [u64; 2],
@@ -65,11 +66,12 @@ pub(crate) fn histogram() -> Histogram<u64> {
 }
 
 impl Totals {
-    pub(super) fn new(block_bytes: u64, start: Duration) -> Totals {
+    pub(super) fn new(block_bytes: u64, start: Duration, file_system: &str) -> Totals {
         Totals {
             summary: Summary::default(),
             block_bytes,
             start,
+            file_system: file_system.to_owned(),
             missed: BTreeMap::new(),
             not_stored: BTreeMap::new(),
             stored: [0; 2],
@@ -352,6 +354,7 @@ impl Totals {
             "client_cpu_s_per_gib": self.per_gib(self.client_cpu_s),
             "daemon_start_ms": self.start.as_millis() as u64,
             "daemon_stop_ms": self.stop_ms,
+            "file_system": self.file_system,
             "daemon_io": self.status,
             "daemon": self.daemon_counts(),
             "catalog": self.lives.last(),
