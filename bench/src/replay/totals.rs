@@ -8,6 +8,7 @@ use std::{
 use hdrhistogram::Histogram;
 use kvtide_client::{ClientConfig, blocking::Client};
 use kvtide_tiers::catalog::CatalogStats;
+use serde::Serialize;
 use serde_json::json;
 
 use super::{kill::Kill, wire::Done};
@@ -28,6 +29,7 @@ pub struct Totals {
     summary: Summary,
     block_bytes: u64,
     start: Duration,
+    file_system: String,
     missed: BTreeMap<String, u64>,
     not_stored: BTreeMap<String, u64>,
     stored: [u64; 2],
@@ -38,26 +40,38 @@ pub struct Totals {
     lookup: Histogram<u64>,
     load: Histogram<u64>,
     store: Histogram<u64>,
-    /// The kills.
-    pub(super) kills: Vec<Kill>,
+    kills: Vec<Kill>,
     pub(super) client_cpu_s: f64,
     pub(super) daemon_cpu_s: f64,
     pub(super) daemon_memory: Memory,
     pub(super) stop_ms: u64,
-    catalog: Option<CatalogStats>,
+    /// The daemon's counters at the end of each of its lives.
+    lives: Vec<CatalogStats>,
     status: Vec<String>,
 }
 
-fn histogram() -> Histogram<u64> {
-    Histogram::new(3).expect("3 digits are allowed")
+/// Counters of the daemon, over all of its lives.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+struct DaemonCounts {
+    written: u64,
+    reclaimed: u64,
+    corrupt: u64,
+    read_failures: u64,
+    write_failures: u64,
+}
+
+/// One microsecond to an hour; what lies outside counts as the nearest.
+pub(crate) fn histogram() -> Histogram<u64> {
+    Histogram::new_with_bounds(1, 3_600_000_000, 3).expect("the bounds are in order")
 }
 
 impl Totals {
-    pub(super) fn new(block_bytes: u64, start: Duration) -> Totals {
+    pub(super) fn new(block_bytes: u64, start: Duration, file_system: &str) -> Totals {
         Totals {
             summary: Summary::default(),
             block_bytes,
             start,
+            file_system: file_system.to_owned(),
             missed: BTreeMap::new(),
             not_stored: BTreeMap::new(),
             stored: [0; 2],
@@ -72,9 +86,15 @@ impl Totals {
             daemon_cpu_s: 0.0,
             daemon_memory: Memory::default(),
             stop_ms: 0,
-            catalog: None,
+            lives: Vec::new(),
             status: Vec::new(),
         }
+    }
+
+    /// A kill, and the daemon's counters just before it.
+    pub(super) fn add_kill(&mut self, kill: Kill, stats: CatalogStats) {
+        self.kills.push(kill);
+        self.lives.push(stats);
     }
 
     /// The agreed fields.
@@ -128,7 +148,7 @@ impl Totals {
             (&mut self.store, done.store_us),
         ];
         for (histogram, times) in each {
-            times.into_iter().for_each(|us| histogram.saturating_record(us.max(1)));
+            times.into_iter().for_each(|us| histogram.saturating_record(us));
         }
     }
 
@@ -151,7 +171,7 @@ impl Totals {
     /// The daemon's own counters, at the end.
     pub(super) fn ask_daemon(&mut self, daemon: &Daemon) {
         let Ok(client) = Client::connect(ClientConfig::new(daemon.spec().socket())) else { return };
-        self.catalog = client.stats().ok().and_then(|stats| stats.catalog);
+        self.lives.extend(client.stats().ok().and_then(|stats| stats.catalog));
         if let Ok(status) = client.status() {
             self.status = vec![status.host_pages, status.nvme_io];
         }
@@ -175,6 +195,16 @@ impl Totals {
 
     fn bytes_down(&self) -> u64 {
         self.blocks_stored() * self.block_bytes
+    }
+
+    fn daemon_counts(&self) -> DaemonCounts {
+        self.lives.iter().fold(DaemonCounts::default(), |sum, life| DaemonCounts {
+            written: sum.written + life.nvme.bytes_in,
+            reclaimed: sum.reclaimed + life.segments_reclaimed,
+            corrupt: sum.corrupt + life.corrupt,
+            read_failures: sum.read_failures + life.read_failures,
+            write_failures: sum.write_failures + life.write_failures,
+        })
     }
 
     fn found(&self) -> (u64, u64, u64) {
@@ -220,13 +250,12 @@ impl Totals {
             count(&mut table, &format!("  not stored: {reason}"), *blocks, String::new());
         }
         count(&mut table, "stores tried again (busy)", self.busy, String::new());
-        if let Some(catalog) = &self.catalog {
-            count(&mut table, "nvme written", catalog.nvme.bytes_in >> 20, "MiB".into());
-            count(&mut table, "segments reclaimed", catalog.segments_reclaimed, String::new());
-            count(&mut table, "corrupt blocks dropped", catalog.corrupt, String::new());
-            let failed = catalog.read_failures + catalog.write_failures;
-            count(&mut table, "device operations failed", failed, String::new());
-        }
+        let daemon = self.daemon_counts();
+        count(&mut table, "bytes written to nvme", daemon.written, show_bytes(daemon.written));
+        count(&mut table, "segments reclaimed", daemon.reclaimed, String::new());
+        count(&mut table, "corrupt blocks dropped", daemon.corrupt, String::new());
+        count(&mut table, "nvme reads failed", daemon.read_failures, String::new());
+        count(&mut table, "nvme writes failed", daemon.write_failures, String::new());
         table.row([""]);
         table.row(["latency", "p50", "p90", "p99", "p99.9", "max", "calls"]);
         let each = [("lookup", &self.lookup), ("load", &self.load), ("store", &self.store)];
@@ -325,8 +354,10 @@ impl Totals {
             "client_cpu_s_per_gib": self.per_gib(self.client_cpu_s),
             "daemon_start_ms": self.start.as_millis() as u64,
             "daemon_stop_ms": self.stop_ms,
+            "file_system": self.file_system,
             "daemon_io": self.status,
-            "catalog": self.catalog,
+            "daemon": self.daemon_counts(),
+            "catalog": self.lives.last(),
             "kills": self.kills,
             "kills_found": found,
             "kills_expected": expected,
