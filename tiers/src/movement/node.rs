@@ -388,7 +388,7 @@ impl NodeHandle {
         {
             let mut sessions = self.0.sessions.lock().unwrap_or_else(PoisonError::into_inner);
             if sessions.len() >= self.0.limits.sessions {
-                return Err(Limit::Requests);
+                return Err(Limit::Sessions);
             }
             sessions.insert(session, 0);
         }
@@ -412,9 +412,9 @@ impl NodeHandle {
     pub fn register_region(&self, session: SessionId, memory: Region) -> Result<RegionId, Limit> {
         {
             let mut sessions = self.0.sessions.lock().unwrap_or_else(PoisonError::into_inner);
-            let count = sessions.get_mut(&session).ok_or(Limit::Requests)?;
+            let count = sessions.get_mut(&session).ok_or(Limit::Sessions)?;
             if *count >= self.0.limits.regions_per_session {
-                return Err(Limit::Requests);
+                return Err(Limit::Regions);
             }
             *count += 1;
         }
