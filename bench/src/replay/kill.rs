@@ -3,11 +3,11 @@
 //! Before a kill the blocks on nvme are listed, then 150 ms pass (descriptors are committed after
 //! 100 ms at the latest), then they are listed again. What both lists have in the same segment and
 //! the same life of it must be there after the restart. Reclaim goes on all the while, so some
-//! missing blocks are no loss and are counted apart: those that the second list no longer has, those
-//! whose segment had begun another life on disk when the daemon died (its headers are read between
-//! kill and restart), and those of as many of the oldest vanished segments as the daemon says it
-//! reclaimed while the second list was made. Also apart, under a name of their own, are vanished
-//! segments that the new daemon says it reclaimed before it could be asked.
+//! missing blocks are no loss and are counted apart: those that the second list no longer has,
+//! those whose segment had begun another life on disk when the daemon died (its headers are read
+//! between kill and restart), and those of as many of the oldest vanished segments as the daemon
+//! says it reclaimed while the second list was made. Also apart, under a name of their own, are
+//! vanished segments that the new daemon says it reclaimed before it could be asked.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
