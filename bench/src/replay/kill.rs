@@ -2,11 +2,12 @@
 //!
 //! Before a kill the blocks on nvme are listed, then 150 ms pass (descriptors are committed after
 //! 100 ms at the latest), then they are listed again. What both lists have in the same segment and
-//! the same life of it must be there after the restart. Reclaim goes on all the while, so three
-//! kinds of missing blocks are no loss and are counted apart: those that the second list no longer
-//! has, those whose segment had begun another life on disk when the daemon died (its headers are
-//! read between kill and restart), and those of as many of the oldest vanished segments as the
-//! daemon says it reclaimed while the second list was made.
+//! the same life of it must be there after the restart. Reclaim goes on all the while, so some
+//! missing blocks are no loss and are counted apart: those that the second list no longer has,
+//! those whose segment had begun another life on disk when the daemon died (its headers are read
+//! between kill and restart), and those of as many of the oldest vanished segments as the daemon
+//! says it reclaimed while the second list was made. Also apart, under a name of their own, are
+//! vanished segments that the new daemon says it reclaimed before it could be asked.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -60,6 +61,8 @@ pub struct Kill {
     pub found: u64,
     /// Blocks whose segment was reclaimed between the first listing and the kill.
     pub reclaimed: u64,
+    /// Blocks whose segment the new daemon reclaimed before it was asked what it has.
+    pub reclaimed_after: u64,
     /// Damage that a check of the store found between kill and restart: writes that were cut off.
     pub problems: u64,
     /// From the start of the new process to its first answer, milliseconds.
@@ -101,16 +104,19 @@ pub(super) fn kill_once(
     drop(client);
     let problems = read_headers(&daemon.spec().store, &mut before.headers)?;
     let recovery = daemon.start_again()?;
-    let after = list(&connect(&socket)?).context("after the restart")?;
+    let client = connect(&socket)?;
+    let after = list(&client).context("after the restart")?;
+    let reclaimed_after = stats(&client)?.segments_reclaimed;
     let back = Instant::now();
     gate.open();
-    let (found, expected, reclaimed) = compare(&before, &after);
+    let counts = compare(&before, &after, reclaimed_after);
     let kill = Kill {
         at_s: killed.duration_since(started).as_secs_f64(),
         at_rest,
-        expected,
-        found,
-        reclaimed,
+        expected: counts.expected,
+        found: counts.found,
+        reclaimed: counts.reclaimed,
+        reclaimed_after: counts.reclaimed_after,
         problems,
         recovery_ms: u64::try_from(recovery.as_millis()).unwrap_or(u64::MAX),
         outage: (killed, back),
@@ -118,31 +124,43 @@ pub(super) fn kill_once(
     Ok((kill, last))
 }
 
-/// Blocks found again, blocks that had to be, and blocks whose segment was reclaimed.
-fn compare(before: &Before, after: &Listing) -> (u64, u64, u64) {
-    let mut counts = (0, 0, 0);
+/// What became of the blocks of the first list.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Counts {
+    found: u64,
+    expected: u64,
+    reclaimed: u64,
+    reclaimed_after: u64,
+}
+
+fn compare(before: &Before, after: &Listing, reclaimed_after: u64) -> Counts {
+    let mut counts = Counts::default();
     // Missing blocks by segment, oldest first.
     let mut missing: BTreeMap<(u64, u32), u64> = BTreeMap::new();
     for (key, place) in &before.first {
         if after.contains_key(key) {
-            counts.0 += 1;
-            counts.1 += 1;
+            counts.found += 1;
+            counts.expected += 1;
         } else if before.second.get(key) != Some(place)
             || before.headers.get(&place.0) != Some(&place.1)
         {
-            counts.2 += 1;
+            counts.reclaimed += 1;
         } else {
             *missing.entry((place.1, place.0)).or_default() += 1;
         }
     }
     let alive: HashSet<(u32, u64)> = after.values().copied().collect();
-    let mut allowance = before.reclaimed_meanwhile;
+    let (mut meanwhile, mut then) = (before.reclaimed_meanwhile, reclaimed_after);
     for ((sequence, segment), blocks) in missing {
-        if allowance > 0 && !alive.contains(&(segment, sequence)) {
-            allowance -= 1;
-            counts.2 += blocks;
+        let vanished = !alive.contains(&(segment, sequence));
+        if vanished && meanwhile > 0 {
+            meanwhile -= 1;
+            counts.reclaimed += blocks;
+        } else if vanished && then > 0 {
+            then -= 1;
+            counts.reclaimed_after += blocks;
         } else {
-            counts.1 += blocks;
+            counts.expected += blocks;
         }
     }
     counts
@@ -202,8 +220,13 @@ mod tests {
         // and of the segments of 5, 6 and 7 two may have been reclaimed: the oldest ones.
         let after = listing(&[(1, 0, 9), (9, 2, 10)]);
         let mut before = Before { first, second, headers, reclaimed_meanwhile: 2 };
-        assert_eq!(compare(&before, &after), (1, 3, 4));
+        let counts = |expected, reclaimed, reclaimed_after| {
+            let found = 1;
+            Counts { found, expected, reclaimed, reclaimed_after }
+        };
+        assert_eq!(compare(&before, &after, 0), counts(3, 4, 0));
+        assert_eq!(compare(&before, &after, 4), counts(2, 4, 1));
         before.reclaimed_meanwhile = 0;
-        assert_eq!(compare(&before, &after), (1, 5, 2));
+        assert_eq!(compare(&before, &after, 0), counts(5, 2, 0));
     }
 }

@@ -207,10 +207,15 @@ impl Totals {
         })
     }
 
-    fn found(&self) -> (u64, u64, u64) {
-        self.kills.iter().fold((0, 0, 0), |(found, expected, reclaimed), kill| {
-            (found + kill.found, expected + kill.expected, reclaimed + kill.reclaimed)
-        })
+    /// Over all kills: blocks found again, expected, and reclaimed before and after the restart.
+    fn found(&self) -> (u64, u64, u64, u64) {
+        let sum = |of: fn(&Kill) -> u64| self.kills.iter().map(of).sum();
+        (
+            sum(|kill| kill.found),
+            sum(|kill| kill.expected),
+            sum(|kill| kill.reclaimed),
+            sum(|kill| kill.reclaimed_after),
+        )
     }
 
     fn per_gib(&self, seconds: f64) -> f64 {
@@ -293,7 +298,16 @@ impl Totals {
             return;
         }
         table.row([""]);
-        table.row(["kill", "at", "found again", "of", "part", "reclaimed", "recovery"]);
+        table.row([
+            "kill",
+            "at",
+            "found again",
+            "of",
+            "part",
+            "reclaimed",
+            "and after",
+            "recovery",
+        ]);
         for (kill, number) in self.kills.iter().zip(1..) {
             let how = if kill.at_rest { "at rest" } else { "in mid-flight" };
             table.row([
@@ -303,19 +317,19 @@ impl Totals {
                 show_count(kill.expected),
                 show_ratio(kill.found, kill.expected),
                 show_count(kill.reclaimed),
+                show_count(kill.reclaimed_after),
                 format!("{} ms", kill.recovery_ms),
             ]);
         }
-        let (found, expected, reclaimed) = self.found();
-        let part = show_ratio(found, expected);
-        let (found, expected) = (show_count(found), show_count(expected));
+        let (found, expected, reclaimed, after) = self.found();
         table.row([
             "all kills".into(),
             String::new(),
-            found,
-            expected,
-            part,
+            show_count(found),
+            show_count(expected),
+            show_ratio(found, expected),
             show_count(reclaimed),
+            show_count(after),
         ]);
     }
 
@@ -331,7 +345,7 @@ impl Totals {
                 "calls": histogram.len(),
             })
         };
-        let (found, expected, reclaimed) = self.found();
+        let (found, expected, reclaimed, reclaimed_after) = self.found();
         let [stored, present] = self.stored;
         let blocks = self.summary.blocks().max(1) as f64;
         let mut object = json!(self.summary);
@@ -362,6 +376,7 @@ impl Totals {
             "kills_found": found,
             "kills_expected": expected,
             "kills_reclaimed": reclaimed,
+            "kills_reclaimed_after": reclaimed_after,
             "words": self.words,
         });
         if let (Some(object), serde_json::Value::Object(more)) = (object.as_object_mut(), more) {

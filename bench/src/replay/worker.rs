@@ -142,8 +142,8 @@ impl Worker {
         done
     }
 
-    /// The keys of a path. Each number of a trace stands for a whole prefix already; the chain makes
-    /// the key depend on it in kvtide's own way, and the pass keeps repetitions apart.
+    /// The keys of a path. Each number of a trace stands for a whole prefix already; the chain
+    /// makes the key depend on it in kvtide's own way, and the pass keeps repetitions apart.
     fn blocks(&self, job: &Job) -> Vec<Block> {
         let extras = if job.pass == 0 { Vec::new() } else { job.pass.to_le_bytes().to_vec() };
         let mut parent = BlockKey::ROOT;
