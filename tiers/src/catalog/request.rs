@@ -442,6 +442,8 @@ pub enum OfflineReason {
     TooManyFailures,
     /// The device vanished or became read-only.
     DeviceGone,
+    /// An operation did not end in time.
+    DeviceStuck,
 }
 
 /// Counters (since start) and gauges of the catalog.

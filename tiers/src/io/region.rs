@@ -4,6 +4,7 @@
 //! hashed: what the checksum says is true of the bytes we keep, whatever the client does meanwhile.
 
 use std::io;
+use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 
 use xxhash_rust::xxh3::Xxh3;
 
@@ -32,6 +33,9 @@ pub enum RegionError {
     /// The layout breaks a rule.
     #[error("the region's layout is refused: {0}")]
     Layout(#[from] LayoutError),
+    /// Its owner is gone or has unregistered it.
+    #[error("the region is closed")]
+    Closed,
     /// A place behind the last one.
     #[error("place {place} is outside the region, which has {places}")]
     Place {
@@ -66,6 +70,8 @@ pub struct Region {
     memory: SharedMemory,
     layout: RegionLayout,
     block_bytes: u64,
+    /// Held for reading by each copy, so that closing waits for it.
+    open: RwLock<bool>,
 }
 
 impl Region {
@@ -76,7 +82,7 @@ impl Region {
     pub fn new(memory: SharedMemory, layout: RegionLayout) -> Result<Region, RegionError> {
         layout.check(memory.bytes())?;
         let block_bytes = layout.block_bytes();
-        Ok(Region { memory, layout, block_bytes })
+        Ok(Region { memory, layout, block_bytes, open: RwLock::new(true) })
     }
 
     /// The memory.
@@ -99,11 +105,23 @@ impl Region {
         self.layout.blocks
     }
 
+    /// Refuses every copy that begins from now on, and waits for those under way (a block each).
+    pub fn close(&self) {
+        *self.open.write().unwrap_or_else(PoisonError::into_inner) = false;
+    }
+
+    /// Keeps the region open for as long as the guard lives.
+    fn enter(&self) -> Result<RwLockReadGuard<'_, bool>, RegionError> {
+        let open = self.open.read().unwrap_or_else(PoisonError::into_inner);
+        if *open { Ok(open) } else { Err(RegionError::Closed) }
+    }
+
     /// Copies the block at `place` into `out`, and returns the checksum of what is now in `out`.
     ///
     /// # Errors
     /// For a place outside the region, and when `out` is not one block long.
     pub fn gather(&self, place: u32, out: &mut [u8]) -> Result<Sum128, RegionError> {
+        let _open = self.enter()?;
         self.check(place, out.len())?;
         let mut sum = Xxh3::new();
         let mut rest = out;
@@ -127,6 +145,7 @@ impl Region {
     /// # Errors
     /// For a place outside the region, and when `bytes` is not one block long.
     pub fn scatter(&self, place: u32, bytes: &[u8]) -> Result<(), RegionError> {
+        let _open = self.enter()?;
         self.check(place, bytes.len())?;
         let mut rest = bytes;
         for (offset, len) in self.runs(place) {
@@ -143,6 +162,7 @@ impl Region {
     /// # Errors
     /// For a place outside the region.
     pub fn hash(&self, place: u32) -> Result<Sum128, RegionError> {
+        let _open = self.enter()?;
         self.check(place, self.block_bytes as usize)?;
         let mut sum = Xxh3::new();
         let mut chunk = [0; CHUNK_BYTES];

@@ -1,14 +1,15 @@
 //! The thread that owns the catalog: takes requests and completions in, hands actions out.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::{Receiver, select};
+use crossbeam::channel::{Receiver, Sender, select};
 
 use super::node::Notify;
 use super::pool::{Expect, Job, PoolSender, ReadContext, Shared};
+use crate::block::PAGE_BYTES;
 use crate::catalog::{
     Action, AskId, Catalog, Event, Limit, OpError, OpId, RegionId, Reply, Request, SessionId,
     TenantId, Timestamp,
@@ -19,9 +20,6 @@ use crate::tier::nvme::{NvmeJob, NvmeWorker, ReadBuffer, WriteBuffer};
 
 /// Time passes for the catalog at this pace.
 const TICK: Duration = Duration::from_millis(100);
-
-/// Completions handled before a request gets its turn.
-const COMPLETIONS_BATCH: usize = 256;
 
 /// The answer to a request; called once.
 pub(super) type Answer = Box<dyn FnOnce(Reply) + Send>;
@@ -69,7 +67,20 @@ pub(super) struct Conductor {
     pub(super) next_ask: u64,
     pub(super) sessions: HashMap<SessionId, Notify>,
     pub(super) regions: HashMap<RegionId, (SessionId, Arc<Region>)>,
-    pub(super) alive: Arc<AtomicBool>,
+    /// Jobs that found the device's queue full, in order. Bounded by the blocks in the catalog.
+    pub(super) backlog: VecDeque<NvmeJob>,
+    /// The thread that unmaps regions.
+    pub(super) reaper: Sender<Arc<Region>>,
+    pub(super) alive: Alive,
+}
+
+/// Says that the catalog's thread has ended, however it ends.
+pub(super) struct Alive(pub(super) Arc<AtomicBool>);
+
+impl Drop for Alive {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Release);
+    }
 }
 
 impl Conductor {
@@ -115,7 +126,7 @@ impl Conductor {
                 default(wait) => {}
             }
         }
-        self.alive.store(false, Ordering::Release);
+        self.alive.0.store(false, Ordering::Release);
         for (_, answer) in self.answers.drain() {
             answer(Reply::Busy(Limit::Draining));
         }
@@ -125,9 +136,10 @@ impl Conductor {
         self.device.take()
     }
 
-    /// Takes what has been signalled. `false`: stop.
+    /// Takes all that has been signalled up to now. `false`: stop.
     fn take_signals(&mut self) -> bool {
-        for _ in 0..COMPLETIONS_BATCH {
+        self.flush_backlog();
+        for _ in 0..self.signals.len() {
             match self.signals.try_recv() {
                 Ok(signal) => {
                     if !self.signal(signal) {
@@ -150,9 +162,12 @@ impl Conductor {
             Signal::CloseSession { session } => {
                 self.event(Event::SessionClosed { session });
                 self.sessions.remove(&session);
-                self.regions.retain(|_, (owner, _)| *owner != session);
+                self.bury(|_, owner| owner == session);
             }
             Signal::OpenRegion { session, region, memory } => {
+                if !self.sessions.contains_key(&session) {
+                    return true;
+                }
                 let places = memory.places();
                 let block_bytes = u32::try_from(memory.block_bytes()).unwrap_or(u32::MAX);
                 self.regions.insert(region, (session, memory));
@@ -160,11 +175,27 @@ impl Conductor {
             }
             Signal::CloseRegion { session, region } => {
                 self.event(Event::RegionClosed { session, region });
-                self.regions.retain(|id, (owner, _)| *id != region || *owner != session);
+                self.bury(|id, owner| id == region && owner == session);
             }
             Signal::Stop => return false,
         }
         true
+    }
+
+    /// Lets go of regions. Unmapping the last of a dead client's memory can take long, so that a
+    /// thread of its own does it.
+    fn bury(&mut self, dead: impl Fn(RegionId, SessionId) -> bool) {
+        let ids: Vec<RegionId> = self
+            .regions
+            .iter()
+            .filter(|(id, (owner, _))| dead(**id, *owner))
+            .map(|(id, _)| *id)
+            .collect();
+        for id in ids {
+            if let Some((_, memory)) = self.regions.remove(&id) {
+                drop(self.reaper.send(memory));
+            }
+        }
     }
 
     fn ask(&mut self, ask: Ask) {
@@ -250,20 +281,30 @@ impl Conductor {
 
     fn send_to_device(&mut self, action: Action) {
         let failed = failure_of(&action);
+        if let Action::VoidSegment { segment } = action {
+            let header = Box::new([0; PAGE_BYTES as usize]);
+            self.backlog.push_back(NvmeJob::Open { segment, sequence: 0, header });
+            self.backlog.push_back(NvmeJob::Seal { segment });
+            return self.flush_backlog();
+        }
         let job = match self.device_job(action) {
             Ok(job) => job,
             Err(()) => return self.refused.extend(failed),
         };
+        self.backlog.push_back(job);
+        self.flush_backlog();
+    }
+
+    /// Hands the device what its queue takes, in order.
+    fn flush_backlog(&mut self) {
         let Some(device) = &self.device else {
-            return self.refused.extend(failed);
+            return;
         };
-        if let Err(job) = device.worker.try_send(job) {
-            if let NvmeJob::Read { op, .. } = &job {
-                device.reads.lock().unwrap_or_else(PoisonError::into_inner).remove(op);
+        while let Some(job) = self.backlog.pop_front() {
+            if let Err(job) = device.worker.try_send(job) {
+                self.backlog.push_front(job);
+                return;
             }
-            drop(job);
-            tracing::warn!("the nvme queue is full");
-            self.refused.extend(failed);
         }
     }
 

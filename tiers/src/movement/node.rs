@@ -1,15 +1,15 @@
 //! Starting, using and stopping a node.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use crossbeam::channel::{Sender, bounded, unbounded};
 
-use super::conductor::{Ask, Conductor, Device, Reads, Signal};
+use super::conductor::{Alive, Ask, Conductor, Device, Reads, Signal};
 use super::pool::{Job, Pool, PoolSender, Shared};
 use super::{NodeConfig, NodeReport, NvmeConfig, NvmeReport};
 use crate::block::NamespaceId;
@@ -48,6 +48,17 @@ pub enum StartError {
     Geometry {
         /// Bytes of the store.
         bytes: u64,
+    },
+    /// An nvme tier smaller than host RAM would only be written in circles.
+    #[error(
+        "the nvme tier has {nvme_bytes} bytes, less than host RAM with {host_bytes}; \
+         raise `nvme.bytes`, lower `host.bytes`, or set `nvme.enabled = false`"
+    )]
+    NvmeBelowHost {
+        /// Bytes of the store.
+        nvme_bytes: u64,
+        /// Bytes of the arena.
+        host_bytes: u64,
     },
     /// The store could not be opened.
     #[error(transparent)]
@@ -88,7 +99,7 @@ struct Handle {
     next_session: AtomicU64,
     next_region: AtomicU64,
     /// Regions of each session.
-    sessions: Mutex<HashMap<SessionId, usize>>,
+    sessions: Mutex<HashMap<SessionId, HashMap<RegionId, Arc<Region>>>>,
     arena: Arc<Arena>,
     copy_threads: usize,
     nvme: Option<NvmeFacts>,
@@ -118,6 +129,12 @@ impl Node {
         config: NodeConfig,
         generation: impl Fn(NamespaceId) -> Option<u32>,
     ) -> Result<Node, StartError> {
+        if let Some(nvme) = &config.nvme
+            && nvme.bytes < config.host.bytes
+        {
+            let (nvme_bytes, host_bytes) = (nvme.bytes, config.host.bytes);
+            return Err(StartError::NvmeBelowHost { nvme_bytes, host_bytes });
+        }
         let slab_bytes = config.host.slab();
         let bytes = config.host.bytes / u64::from(slab_bytes) * u64::from(slab_bytes);
         let arena = Arena::create(bytes, slab_bytes)
@@ -160,6 +177,12 @@ impl Node {
             _ => (None, None),
         };
         let alive = Arc::new(AtomicBool::new(true));
+        // As many as there are regions.
+        let (reaper, dead) = unbounded::<Arc<Region>>();
+        std::thread::Builder::new()
+            .name("kvtide-reaper".into())
+            .spawn(move || dead.into_iter().for_each(drop))
+            .map_err(|source| StartError::Io { what: "reaper thread", source })?;
         let conductor = Conductor {
             catalog,
             started: Instant::now(),
@@ -173,7 +196,9 @@ impl Node {
             next_ask: 0,
             sessions: HashMap::new(),
             regions: HashMap::new(),
-            alive: Arc::clone(&alive),
+            backlog: VecDeque::new(),
+            reaper,
+            alive: Alive(Arc::clone(&alive)),
         };
         let conductor = std::thread::Builder::new()
             .name("kvtide-catalog".into())
@@ -340,6 +365,13 @@ fn device_done(done: NvmeDone, signals: &Sender<Signal>, reads: &Reads, pool: &P
         NvmeDone::Written { op, result } => {
             Event::Written { op: OpId(op), result: result.map_err(op_error) }
         }
+        // A segment that was voided, not opened. It is tried again when it is opened.
+        NvmeDone::Opened { segment, sequence: 0, result } => {
+            if let Err(error) = result {
+                tracing::warn!(segment, %error, "cannot void the header of an empty segment");
+            }
+            return;
+        }
         NvmeDone::Opened { segment, result, .. } => {
             Event::SegmentOpened { segment, result: result.map_err(op_error) }
         }
@@ -385,23 +417,29 @@ impl NodeHandle {
     /// Too many sessions.
     pub fn open_session(&self, tenant: TenantId, notify: Notify) -> Result<SessionId, Limit> {
         let session = SessionId(1 + self.0.next_session.fetch_add(1, Ordering::Relaxed));
-        {
-            let mut sessions = self.0.sessions.lock().unwrap_or_else(PoisonError::into_inner);
-            if sessions.len() >= self.0.limits.sessions {
-                return Err(Limit::Sessions);
-            }
-            sessions.insert(session, 0);
+        let mut sessions = self.sessions();
+        if sessions.len() >= self.0.limits.sessions {
+            return Err(Limit::Sessions);
         }
+        sessions.insert(session, HashMap::new());
+        // Under the lock, so that the catalog hears of things in the order in which they were done.
         self.signal(Signal::OpenSession { session, tenant, notify });
         Ok(session)
     }
 
-    /// A client is gone: leases, regions and tickets end.
+    /// A client is gone: leases, regions and tickets end. When this returns, nothing copies from
+    /// or to its regions any more. Blocks for the copy of a block at most.
     pub fn close_session(&self, session: SessionId) {
-        let mut sessions = self.0.sessions.lock().unwrap_or_else(PoisonError::into_inner);
-        if sessions.remove(&session).is_some() {
-            drop(sessions);
+        let regions = {
+            let mut sessions = self.sessions();
+            let Some(regions) = sessions.remove(&session) else {
+                return;
+            };
             self.signal(Signal::CloseSession { session });
+            regions
+        };
+        for region in regions.values() {
+            region.close();
         }
     }
 
@@ -410,27 +448,41 @@ impl NodeHandle {
     /// # Errors
     /// Too many regions, or the session is gone.
     pub fn register_region(&self, session: SessionId, memory: Region) -> Result<RegionId, Limit> {
-        {
-            let mut sessions = self.0.sessions.lock().unwrap_or_else(PoisonError::into_inner);
-            let count = sessions.get_mut(&session).ok_or(Limit::Sessions)?;
-            if *count >= self.0.limits.regions_per_session {
-                return Err(Limit::Regions);
-            }
-            *count += 1;
+        let mut sessions = self.sessions();
+        let regions = sessions.get_mut(&session).ok_or(Limit::Sessions)?;
+        if regions.len() >= self.0.limits.regions_per_session {
+            return Err(Limit::Regions);
         }
         let region = RegionId(1 + self.0.next_region.fetch_add(1, Ordering::Relaxed));
-        self.signal(Signal::OpenRegion { session, region, memory: Arc::new(memory) });
+        let memory = Arc::new(memory);
+        regions.insert(region, Arc::clone(&memory));
+        self.signal(Signal::OpenRegion { session, region, memory });
         Ok(region)
     }
 
-    /// Ends a region of a session. Copies under way finish first.
+    /// Ends a region of a session. When this returns, nothing copies from or to it any more.
+    /// Blocks for the copy of a block at most.
     pub fn unregister_region(&self, session: SessionId, region: RegionId) {
-        let mut sessions = self.0.sessions.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(count) = sessions.get_mut(&session) {
-            *count = count.saturating_sub(1);
-        }
-        drop(sessions);
-        self.signal(Signal::CloseRegion { session, region });
+        let memory = {
+            let mut sessions = self.sessions();
+            let Some(memory) = sessions.get_mut(&session).and_then(|all| all.remove(&region))
+            else {
+                return;
+            };
+            self.signal(Signal::CloseRegion { session, region });
+            memory
+        };
+        memory.close();
+    }
+
+    fn sessions(&self) -> MutexGuard<'_, HashMap<SessionId, HashMap<RegionId, Arc<Region>>>> {
+        self.0.sessions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the catalog's thread lives. Once it does not, all is answered `Busy`, and the
+    /// process had better be started anew.
+    pub fn is_alive(&self) -> bool {
+        self.0.alive.load(Ordering::Acquire)
     }
 
     /// Asks the catalog. `answer` is called exactly once, at once with `Busy` when too many

@@ -11,7 +11,7 @@ use crate::block::{BlockKey, NamespaceId};
 const ROWS_MAX: usize = 4096;
 
 /// Table entries that one page looks at, so that it takes bounded time.
-const ENTRIES_MAX: u32 = 262_144;
+const ENTRIES_MAX: u32 = 65_536;
 
 impl Catalog {
     pub(super) fn inspect(&self, query: &InspectQuery) -> InspectPage {
@@ -58,10 +58,7 @@ impl Catalog {
         let doomed: Vec<u32> = match what {
             Forget::Keys { namespace, keys } => {
                 let found = keys.iter().filter_map(|key| self.table.find(*namespace, key));
-                let mut all: Vec<u32> = found.flat_map(|index| self.table.subtree(index)).collect();
-                all.sort_unstable();
-                all.dedup();
-                all
+                self.table.subtrees(found)
             }
             Forget::Conversation { namespace, conversation } => self.select(|block| {
                 block.namespace == *namespace && block.conversation == *conversation
@@ -74,7 +71,9 @@ impl Catalog {
             // Removing one block may already have removed a bare parent.
             if let Some(index) = self.table.resolve(reference) {
                 count += u64::from(!self.table.get(index).is_ghost());
-                self.drop_all(index);
+                // A new generation already voids the blocks of a whole namespace on the device.
+                let erase = !matches!(what, Forget::Namespace { .. });
+                self.drop_copies(index, erase);
             }
         }
         Reply::Count(count)
@@ -91,7 +90,7 @@ impl Catalog {
             self.bad.insert(namespace, *key, self.config.limits.bad_keys);
             if let Some(index) = self.table.find(namespace, key) {
                 count += 1;
-                self.drop_all(index);
+                self.drop_copies(index, true);
             }
         }
         Reply::Count(count)

@@ -53,6 +53,8 @@ pub(crate) struct Clients {
     pub(crate) leases: HashMap<LeaseId, Lease>,
     pub(crate) pins: BTreeMap<PinId, Pin>,
     lease_ends: BTreeSet<(Timestamp, LeaseId)>,
+    /// Entries of all leases.
+    pub(crate) leased_blocks: usize,
     next_lease: u64,
     next_pin: u64,
 }
@@ -74,6 +76,7 @@ impl Clients {
         let id = LeaseId(self.next_lease);
         holder.leases.insert(id);
         self.lease_ends.insert((expires, id));
+        self.leased_blocks += blocks.len();
         let covered = blocks.iter().map(|block| (block.index, block.life)).collect();
         let tenant = holder.tenant;
         self.leases.insert(id, Lease { session, tenant, expires, blocks, covered });
@@ -82,6 +85,7 @@ impl Clients {
 
     pub(crate) fn take_lease(&mut self, id: LeaseId) -> Option<Lease> {
         let lease = self.leases.remove(&id)?;
+        self.leased_blocks -= lease.blocks.len();
         self.lease_ends.remove(&(lease.expires, id));
         if let Some(session) = self.sessions.get_mut(&lease.session) {
             session.leases.remove(&id);

@@ -13,6 +13,9 @@ use super::table::{Block, BlockRef, HostCopy, NvmeCopy};
 use super::{Catalog, SessionId};
 use crate::block::page_ceil;
 
+/// Searches for one victim at most, each past thousands of pinned blocks.
+const SEARCHES_MAX: usize = 64;
+
 /// The host tier.
 pub(crate) struct HostTier {
     pub(crate) slots: Slots,
@@ -20,6 +23,9 @@ pub(crate) struct HostTier {
     policies: Vec<Box<dyn Policy>>,
     pub(crate) dirty: OrderList,
     pub(crate) dirty_bytes: u64,
+    /// Somebody found no slot since one was last taken: dirty blocks must be written whatever the
+    /// watermark says.
+    pub(crate) starved: bool,
     pub(crate) hits: u64,
     pub(crate) evicted: u64,
     pub(crate) bytes_in: u64,
@@ -33,6 +39,7 @@ impl HostTier {
             policies: Vec::new(),
             dirty: OrderList::default(),
             dirty_bytes: 0,
+            starved: false,
             hits: 0,
             evicted: 0,
             bytes_in: 0,
@@ -134,12 +141,20 @@ impl Catalog {
                     self.actions.push(Action::BindSlab { slab, slot_bytes });
                 }
                 self.host.policies.get_mut(class)?.insert(index);
+                self.host.starved = false;
                 return Some(new.slot);
             }
             let victim = self.host_victim(class);
             let before = victim.map_or(u64::MAX, |victim| self.table.get(victim).used_tick);
-            if !self.empty_other_slab(class, before) {
-                self.evict_host(victim?);
+            if self.empty_other_slab(class, before) {
+                continue;
+            }
+            match victim {
+                Some(victim) => self.evict_host(victim),
+                None => {
+                    self.host.starved = true;
+                    return None;
+                }
             }
         }
     }
@@ -148,7 +163,24 @@ impl Catalog {
         let usable = self.nvme_usable();
         let table = &self.table;
         let policy = self.host.policies.get_mut(class)?;
-        policy.victim(&mut |index| may_leave(table.get(index), usable))
+        for _ in 0..SEARCHES_MAX {
+            let mut pinned = Vec::new();
+            let victim = policy.victim(&mut |index| {
+                let block = table.get(index);
+                if block.pins > 0 {
+                    pinned.push(index);
+                }
+                may_leave(block, usable)
+            });
+            // What is pinned is in use: it must not be in the way of the next search.
+            for index in &pinned {
+                policy.touch(*index);
+            }
+            if victim.is_some() || pinned.is_empty() {
+                return victim;
+            }
+        }
+        None
     }
 
     /// Empties a slab of another class whose blocks are all colder than `before`, if there is one.
@@ -294,10 +326,8 @@ impl Catalog {
                     index: location.index,
                 });
             }
-            if nvme.segments.settle(location.segment) {
-                self.counters.segments_reclaimed += 1;
-            }
         }
+        self.settle_segment(location.segment);
         if resident {
             self.become_dirty(index);
         }
@@ -317,9 +347,9 @@ impl Catalog {
         }
     }
 
-    /// All copies of the block go, from the device too.
-    pub(crate) fn drop_all(&mut self, index: u32) {
-        self.drop_nvme(index, true);
+    /// All copies of the block go. `erase`: from the device too.
+    pub(crate) fn drop_copies(&mut self, index: u32, erase: bool) {
+        self.drop_nvme(index, erase);
         self.drop_host(index);
         self.after_loss(index);
     }
@@ -343,9 +373,9 @@ impl Catalog {
     pub(crate) fn drop_surplus_ghosts(&mut self) {
         // One a time: a ghost above a pinned block stays, and must not be tried for ever.
         if let Some(ghost) = self.table.surplus_ghost() {
-            for index in self.table.subtree(ghost).into_iter().rev() {
+            for index in self.table.subtrees(std::iter::once(ghost)).into_iter().rev() {
                 if self.table.live(index).is_some_and(|block| block.pins == 0) {
-                    self.drop_nvme(index, false);
+                    self.drop_nvme(index, true);
                     self.drop_host(index);
                     self.after_loss(index);
                 }

@@ -266,6 +266,11 @@ pub enum Action {
         /// Which.
         segment: u32,
     },
+    /// Void the header of a segment that holds nothing any more.
+    VoidSegment {
+        /// Which.
+        segment: u32,
+    },
     /// Void one descriptor on the device, so that the block does not come back at a restart.
     EraseDescriptor {
         /// Which segment.
@@ -359,6 +364,10 @@ pub struct Limits {
     pub pinned_percent: u32,
     /// A ticket ends after this long at the latest, milliseconds. Default: 10,000.
     pub ticket_ms: u64,
+    /// Entries of all leases together. Default: 4,194,304.
+    pub leased_blocks: usize,
+    /// Device operations older than this take the tier off, milliseconds. Default: 30,000.
+    pub device_ms: u64,
     /// Keys reported bad that are remembered. Default: 65,536.
     pub bad_keys: usize,
 }
@@ -377,6 +386,8 @@ impl Default for Limits {
             pin_ms_max: 24 * 3600 * 1000,
             pinned_percent: 50,
             ticket_ms: 10_000,
+            leased_blocks: 4 << 20,
+            device_ms: 30_000,
             bad_keys: 65_536,
         }
     }

@@ -112,6 +112,16 @@ pub(crate) enum Waiter {
     Prefetch { part: Part },
 }
 
+impl Waiter {
+    pub(crate) fn part(&self) -> Part {
+        match self {
+            Waiter::Load { part, .. } | Waiter::Store { part, .. } | Waiter::Prefetch { part } => {
+                *part
+            }
+        }
+    }
+}
+
 /// An operation at the edge.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Op {
@@ -128,6 +138,9 @@ pub(crate) enum Op {
 pub(crate) struct Flow {
     pub(crate) tickets: BTreeMap<TicketId, Ticket>,
     pub(crate) ops: HashMap<OpId, Op>,
+    /// When the device operations began.
+    device: BTreeMap<OpId, Timestamp>,
+    pub(crate) gathers: usize,
     pub(crate) waiters: HashMap<u32, Vec<Waiter>>,
     /// Blocks to read for waiting clients, then for prefetch and reclaim.
     pub(crate) urgent: VecDeque<u32>,
@@ -149,11 +162,53 @@ impl Flow {
         id
     }
 
-    pub(crate) fn start(&mut self, op: Op) -> OpId {
+    pub(crate) fn start(&mut self, now: Timestamp, op: Op) -> OpId {
         self.next_op += 1;
         let id = OpId(self.next_op);
-        self.ops.insert(id, op);
+        self.start_as(now, id, op);
         id
+    }
+
+    /// Starts an operation that continues another one under the same number.
+    pub(crate) fn start_as(&mut self, now: Timestamp, id: OpId, op: Op) {
+        if matches!(op, Op::Read { .. } | Op::Write { .. }) {
+            self.device.insert(id, now);
+        }
+        self.gathers += usize::from(matches!(op, Op::Gather { .. }));
+        self.ops.insert(id, op);
+    }
+
+    /// Whether a ticket still waits for the block.
+    pub(crate) fn is_awaited(&self, block: u32) -> bool {
+        let waiters = self.waiters.get(&block);
+        waiters.into_iter().flatten().any(|waiter| self.is_waiting(waiter.part()))
+    }
+
+    fn is_waiting(&self, part: Part) -> bool {
+        self.tickets.get(&part.ticket).is_some_and(|ticket| ticket.is_waiting(part.at))
+    }
+
+    /// Forgets who waited on behalf of tickets that have ended.
+    pub(crate) fn purge_waiters(&mut self) {
+        let mut waiters = std::mem::take(&mut self.waiters);
+        waiters.retain(|_, list| {
+            list.retain(|waiter| self.is_waiting(waiter.part()));
+            !list.is_empty()
+        });
+        self.waiters = waiters;
+    }
+
+    /// Takes the operation that ended.
+    pub(crate) fn end(&mut self, op: OpId) -> Option<Op> {
+        let ended = self.ops.remove(&op)?;
+        self.device.remove(&op);
+        self.gathers -= usize::from(matches!(ended, Op::Gather { .. }));
+        Some(ended)
+    }
+
+    /// When the oldest device operation under way began.
+    pub(crate) fn oldest_on_device(&self) -> Option<Timestamp> {
+        self.device.values().next().copied()
     }
 
     pub(crate) fn wait(&mut self, block: u32, waiter: Waiter) {

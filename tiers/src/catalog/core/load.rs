@@ -11,6 +11,9 @@ use super::slots::SlotId;
 use super::table::{HostCopy, NvmeCopy};
 use crate::block::{Descriptor, ElementType, NamespaceId};
 
+/// Queued reads that may be passed over for want of a slot in one go.
+const DEFERRED_MAX: usize = 64;
+
 /// Failed reads in a segment after which it is not used again.
 const READ_FAILURES_MAX: u32 = 3;
 
@@ -84,7 +87,9 @@ impl Catalog {
         if let Some(ticket) = self.flow.tickets.get_mut(&part.ticket) {
             ticket.set_active(part.at);
         }
-        let op = self.flow.start(Op::Scatter { block: index, slot, part, region, place, tier });
+        let op = self
+            .flow
+            .start(self.now, Op::Scatter { block: index, slot, part, region, place, tier });
         let block = self.table.get(index);
         self.actions.push(Action::Scatter {
             op,
@@ -179,9 +184,10 @@ impl Catalog {
     /// Starts queued reads as far as the limit on reads and the slots allow, urgent ones first.
     pub(super) fn pump_fetches(&mut self) {
         let limit = self.nvme.as_ref().map_or(0, |nvme| nvme.shape.reads_in_flight);
-        while self.flow.reads < limit {
+        let mut deferred = Vec::new();
+        while self.flow.reads < limit && deferred.len() < DEFERRED_MAX {
             let Some((index, urgent)) = self.next_fetch() else {
-                return;
+                break;
             };
             let block = self.table.get(index);
             let NvmeCopy::Resident(location) = block.nvme else {
@@ -189,13 +195,19 @@ impl Catalog {
             };
             let Some(slot) = self.take_slot(index) else {
                 if self.no_room(index, urgent) {
-                    return;
+                    deferred.push((index, urgent));
                 }
                 continue;
             };
             self.begin_fill(index, slot, false);
             self.touch(index);
             self.start_read(index, slot, location.segment, false);
+        }
+        // What found no slot goes back to where it was. Blocks of another size may have found one.
+        for (index, urgent) in deferred.into_iter().rev() {
+            self.table.get_mut(index).queued = true;
+            let queue = if urgent { &mut self.flow.urgent } else { &mut self.flow.lazy };
+            queue.push_front(index);
         }
     }
 
@@ -209,7 +221,7 @@ impl Catalog {
             if self.table.live(index).is_none() {
                 continue;
             }
-            let wanted = self.flow.waiters.contains_key(&index) || self.table.get(index).reinsert;
+            let wanted = self.flow.is_awaited(index) || self.table.get(index).reinsert;
             self.table.get_mut(index).queued = false;
             let block = self.table.get(index);
             let readable = matches!(block.nvme, NvmeCopy::Resident(_)) && self.nvme_usable();
@@ -225,16 +237,10 @@ impl Catalog {
 
     /// There is no slot for a read now. Waiting clients wait on; a prefetch is given up, and so is
     /// a block that would only be written again, because reclaim must not wait for room; unless it
-    /// is leased or pinned. Says whether there is no point in going on.
+    /// is leased or pinned. Says whether the block is to be tried again later.
     fn no_room(&mut self, index: u32, urgent: bool) -> bool {
         let block = self.table.get_mut(index);
         if urgent || (block.reinsert && block.pins > 0) {
-            block.queued = true;
-            if urgent {
-                self.flow.urgent.push_front(index);
-            } else {
-                self.flow.lazy.push_back(index);
-            }
             return true;
         }
         let reinsert = std::mem::take(&mut block.reinsert);
@@ -251,7 +257,7 @@ impl Catalog {
         if let Some(nvme) = &mut self.nvme {
             nvme.segments.get_mut(segment).readers += 1;
         }
-        let op = self.flow.start(Op::Read { block: index, slot, segment, retry });
+        let op = self.flow.start(self.now, Op::Read { block: index, slot, segment, retry });
         let descriptor = Box::new(self.descriptor(index));
         let element = self.element_of(descriptor.namespace);
         let urgent = self.flow.waiters.contains_key(&index);
@@ -395,11 +401,7 @@ impl Catalog {
     /// The block is in host RAM now: whoever waited goes on.
     pub(super) fn wake(&mut self, index: u32) {
         for waiter in self.flow.waiters.remove(&index).unwrap_or_default() {
-            let part = match waiter {
-                Waiter::Load { part, .. }
-                | Waiter::Store { part, .. }
-                | Waiter::Prefetch { part } => part,
-            };
+            let part = waiter.part();
             let waiting = self.flow.tickets.get(&part.ticket);
             if !waiting.is_some_and(|ticket| ticket.is_waiting(part.at)) {
                 continue;

@@ -89,7 +89,10 @@ impl Catalog {
         let Some(holder) = holder else {
             return Err(Reply::Refused(Refusal::UnknownSession));
         };
-        if holder.leases.len() >= limits.leases_per_session {
+        let entries: usize = found.iter().map(Vec::len).sum();
+        if holder.leases.len() >= limits.leases_per_session
+            || self.clients.leased_blocks + entries > limits.leased_blocks
+        {
             return Err(Reply::Busy(Limit::Leases));
         }
         let fits = self.pinnable(found);
@@ -103,7 +106,8 @@ impl Catalog {
         let mut blocks = Vec::with_capacity(found.iter().map(Vec::len).sum());
         for index in found.iter().flatten() {
             blocks.push(self.pin(*index));
-            self.table.get_mut(*index).hits += 1;
+            let block = self.table.get_mut(*index);
+            block.hits = block.hits.saturating_add(1);
         }
         for index in found.iter().flatten().rev() {
             self.touch(*index);
@@ -171,8 +175,8 @@ impl Catalog {
         if prefix.keys.len() > self.config.limits.keys_per_call {
             return Reply::Refused(Refusal::TooManyKeys);
         }
-        let found: Vec<u32> =
-            prefix.keys.iter().filter_map(|key| self.table.find(prefix.namespace, key)).collect();
+        let found = prefix.keys.iter().filter_map(|key| self.available(prefix.namespace, key));
+        let found: Vec<u32> = found.map(|(index, _, _)| index).collect();
         for index in found.iter().rev() {
             self.touch(*index);
         }

@@ -117,7 +117,10 @@ impl Catalog {
         self.now = self.now.max(now);
         match event {
             Event::Namespace(info) => {
-                self.namespaces.insert(info.id, info);
+                // Two openings may cross; a generation never goes back.
+                let known = self.namespaces.entry(info.id).or_insert(info);
+                *known =
+                    NamespaceInfo { generation: known.generation.max(info.generation), ..info };
             }
             Event::SessionOpened { session, tenant } => self.open_session(session, tenant),
             Event::SessionClosed { session } => self.close_session(session),
@@ -236,8 +239,16 @@ impl Catalog {
             self.end_pin(pin);
         }
         let late = self.flow.tickets.iter().take_while(|(_, ticket)| ticket.expires <= self.now);
-        for id in late.map(|(id, _)| *id).collect::<Vec<_>>() {
-            self.cut_ticket(id, MissReason::Deadline);
+        let late: Vec<TicketId> = late.map(|(id, _)| *id).collect();
+        for id in &late {
+            self.cut_ticket(*id, MissReason::Deadline);
+        }
+        if !late.is_empty() {
+            self.flow.purge_waiters();
+        }
+        let stuck = |since: Timestamp| since.plus_ms(self.config.limits.device_ms) < self.now;
+        if self.flow.oldest_on_device().is_some_and(stuck) {
+            self.take_nvme_offline(OfflineReason::DeviceStuck);
         }
     }
 
@@ -319,7 +330,7 @@ impl Catalog {
 
     /// The block of an operation that ended, with the operation.
     fn take_op(&mut self, op: OpId) -> Option<Op> {
-        self.flow.ops.remove(&op)
+        self.flow.end(op)
     }
 
     fn wall_s(&self) -> u64 {

@@ -64,6 +64,8 @@ pub(crate) struct Segments {
     open: Option<u32>,
     next_sequence: u64,
     clean_target: usize,
+    /// Space was asked for in this run.
+    written: bool,
     pub(crate) reclaiming: Vec<u32>,
 }
 
@@ -91,6 +93,7 @@ impl Segments {
             open: None,
             next_sequence: (u64::from(shape.epoch) << 32) | 1,
             clean_target: target as usize,
+            written: false,
             reclaiming: Vec::new(),
         };
         for bad in &shape.quarantined {
@@ -165,6 +168,7 @@ impl Segments {
     pub(crate) fn allocate(&mut self, stored_bytes: u32) -> (Option<Space>, Rolled) {
         let bytes = page_ceil(u64::from(stored_bytes)) as u32;
         let mut rolled = Rolled::default();
+        self.written = true;
         if let Some(open) = self.open
             && !self.fits(open, bytes)
         {
@@ -244,26 +248,32 @@ impl Segments {
     }
 
     /// Whether the clean pool wants another segment.
+    ///
+    /// Not before the first write of a run: a restart alone must not cost what recovery found.
     pub(crate) fn wants_clean(&self) -> bool {
-        self.clean.len() + self.reclaiming.len() < self.clean_target
+        self.written && self.clean.len() + self.reclaiming.len() < self.clean_target
     }
 
     /// The segment to reclaim next: the one with the least live bytes if that is a fifth of its
-    /// payload or less, otherwise the oldest. Segments with pinned blocks are left alone.
-    pub(crate) fn begin_reclaim(&mut self) -> Option<u32> {
-        let usable = |segment: &Segment| {
-            segment.state == SegmentState::Sealed && segment.pinned == 0 && segment.writers == 0
-        };
+    /// payload or less, otherwise the oldest. One with pinned blocks only where there is no other.
+    pub(crate) fn victim(&self) -> Option<u32> {
+        let usable =
+            |segment: &Segment| segment.state == SegmentState::Sealed && segment.writers == 0;
         let fifth = u64::from(self.geometry.payload_bytes()) / 5;
         let live = |segment: &Segment| segment.live_bytes - segment.orphan_bytes;
-        let sealed = || (0u32..).zip(&self.segments).filter(|(_, segment)| usable(segment));
-        let dead = sealed()
-            .filter(|(_, segment)| live(segment) <= fifth)
-            .min_by_key(|(_, segment)| (live(segment), segment.sequence));
-        let (victim, _) = dead.or_else(|| sealed().min_by_key(|(_, segment)| segment.sequence))?;
+        let order = |(_, segment): &(u32, &Segment)| {
+            let dead = live(segment) <= fifth;
+            let rank = if dead { live(segment) } else { segment.sequence };
+            (segment.pinned > 0, !dead, rank, segment.sequence)
+        };
+        let sealed = (0u32..).zip(&self.segments).filter(|(_, segment)| usable(segment));
+        sealed.min_by_key(order).map(|(victim, _)| victim)
+    }
+
+    /// Starts to empty the segment.
+    pub(crate) fn begin_reclaim(&mut self, victim: u32) {
         self.get_mut(victim).state = SegmentState::Reclaiming;
         self.reclaiming.push(victim);
-        Some(victim)
     }
 
     /// Makes a segment clean when nothing names it any more. Says whether it did.

@@ -36,11 +36,16 @@ struct Slab {
 
 const FREE: u32 = u32::MAX;
 
+/// Block sizes that may be in host RAM at the same time.
+const CLASSES_MAX: usize = 32;
+
 struct Class {
     slot_bytes: u32,
     slots_per_slab: u32,
     /// Slabs of this class that have a free slot.
     open: BTreeSet<u32>,
+    /// Slabs of this class.
+    slabs: u32,
 }
 
 /// A slot was handed out.
@@ -91,7 +96,13 @@ impl Slots {
         self.classes.len()
     }
 
-    /// The class for blocks of `bytes`. `None` when no slab can hold one.
+    /// Whether a slab can hold a block of `bytes`.
+    pub(crate) fn fits(&self, bytes: u32) -> bool {
+        bytes > 0 && page_ceil(u64::from(bytes)) <= u64::from(self.slab_bytes)
+    }
+
+    /// The class for blocks of `bytes`. `None` when no slab can hold one, or when blocks of
+    /// `CLASSES_MAX` other sizes are held.
     pub(crate) fn class_of(&mut self, bytes: u32) -> Option<ClassId> {
         let slot_bytes = u32::try_from(page_ceil(u64::from(bytes))).ok()?;
         if slot_bytes == 0 || slot_bytes > self.slab_bytes {
@@ -101,8 +112,15 @@ impl Slots {
             return Some(at);
         }
         let slots_per_slab = self.slab_bytes / slot_bytes;
-        self.classes.push(Class { slot_bytes, slots_per_slab, open: BTreeSet::new() });
-        Some(self.classes.len() - 1)
+        let new = Class { slot_bytes, slots_per_slab, open: BTreeSet::new(), slabs: 0 };
+        if self.classes.len() < CLASSES_MAX {
+            self.classes.push(new);
+            return Some(self.classes.len() - 1);
+        }
+        // A class without slabs has no blocks: it can become another one.
+        let unused = self.classes.iter().position(|class| class.slabs == 0)?;
+        *self.classes.get_mut(unused)? = new;
+        Some(unused)
     }
 
     #[cfg(test)]
@@ -123,6 +141,7 @@ impl Slots {
                 slab.owners = vec![FREE; class.slots_per_slab as usize];
                 slab.free = (0..class.slots_per_slab).rev().collect();
                 class.open.insert(slab_id);
+                class.slabs += 1;
                 bind = Some((slab_id, class.slot_bytes));
                 slab_id
             }
@@ -154,6 +173,7 @@ impl Slots {
         self.used_slots -= 1;
         if slab.free.len() == slab.owners.len() {
             class.open.remove(&slab_id);
+            class.slabs -= 1;
             *slab = Slab::default();
             self.free_slabs.insert(slab_id);
         } else {

@@ -44,7 +44,7 @@ impl Catalog {
         let dirty_max = capacity - capacity / 100 * u64::from(self.config.clean_percent);
         let idle_us = self.config.idle_ms * 1000;
         let idle = idle_us > 0 && self.now.0.saturating_sub(self.last_demand.0) >= idle_us;
-        self.drain.is_some() || idle || self.host.dirty_bytes > dirty_max
+        self.drain.is_some() || idle || self.host.starved || self.host.dirty_bytes > dirty_max
     }
 
     fn start_write(&mut self, index: u32) -> bool {
@@ -62,7 +62,7 @@ impl Catalog {
                 return false;
             }
             self.begin_writing(index, bytes);
-            let op = self.flow.start(Op::Encode { block: index, bytes });
+            let op = self.flow.start(self.now, Op::Encode { block: index, bytes });
             self.actions.push(Action::Encode { op, slot, raw_bytes, codec, element });
             return true;
         }
@@ -105,10 +105,10 @@ impl Catalog {
         let write = Op::Write { block: index, location, bytes };
         let op = match encoded {
             Some(op) => {
-                self.flow.ops.insert(op, write);
+                self.flow.start_as(self.now, op, write);
                 op
             }
-            None => self.flow.start(write),
+            None => self.flow.start(self.now, write),
         };
         if let Some(nvme) = &mut self.nvme {
             nvme.segments.get_mut(location.segment).writers += 1;
@@ -271,13 +271,27 @@ impl Catalog {
     /// Keeps a few clean segments ahead of the writes.
     pub(super) fn pump_reclaim(&mut self) {
         while self.nvme_usable() && self.nvme.as_ref().is_some_and(|n| n.segments.wants_clean()) {
-            let Some(victim) = self.nvme.as_mut().and_then(|nvme| nvme.segments.begin_reclaim())
-            else {
+            let Some(victim) = self.nvme.as_ref().and_then(|nvme| nvme.segments.victim()) else {
                 return;
             };
+            if !self.worth_reclaiming(victim) {
+                return;
+            }
+            if let Some(nvme) = &mut self.nvme {
+                nvme.segments.begin_reclaim(victim);
+            }
             self.reclaim(victim);
             self.pump_fetches();
         }
+    }
+
+    /// A segment most of whose blocks are in host RAM too gains nothing: they would be dirty again
+    /// and be written again. Only when there is no other way to make room is that done.
+    fn worth_reclaiming(&self, victim: u32) -> bool {
+        let blocks = self.blocks_in(victim);
+        let resident =
+            |index: &&u32| matches!(self.table.get(**index).host, HostCopy::Resident { .. });
+        self.host.starved || blocks.iter().filter(resident).count() * 2 <= blocks.len()
     }
 
     /// Empties a segment. What is in host RAM too becomes dirty there; what was hit since it was
@@ -294,8 +308,8 @@ impl Catalog {
             let hit = !block.orphan && block.hits > block.hits_written;
             match block.host {
                 HostCopy::Filling { .. } => self.table.get_mut(index).reinsert = true,
-                HostCopy::Absent if hit && bytes <= budget => {
-                    budget -= bytes;
+                HostCopy::Absent if block.pins > 0 || (hit && bytes <= budget) => {
+                    budget = budget.saturating_sub(bytes);
                     self.table.get_mut(index).reinsert = true;
                     self.queue_fetch(index, false);
                 }
@@ -311,15 +325,19 @@ impl Catalog {
         self.settle_segment(victim);
     }
 
+    /// Makes a segment clean once nothing names it, and voids it on the device: what was evicted,
+    /// forgotten or reported bad since must not come back at a restart.
     pub(super) fn settle_segment(&mut self, segment: u32) {
         if self.nvme.as_mut().is_some_and(|nvme| nvme.segments.settle(segment)) {
             self.counters.segments_reclaimed += 1;
+            self.actions.push(Action::VoidSegment { segment });
         }
     }
 
     /// Answers a drain once nothing is left to write, or nothing can be written.
     pub(super) fn answer_drain(&mut self) {
-        let idle = self.flow.write_bytes == 0 && self.host.dirty.len() == 0;
+        let idle =
+            self.flow.write_bytes == 0 && self.flow.gathers == 0 && self.host.dirty.len() == 0;
         if !idle && self.nvme_usable() {
             return;
         }

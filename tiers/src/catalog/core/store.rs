@@ -9,6 +9,9 @@ use super::request::{
 use super::table::{HostCopy, NewBlock, NvmeCopy};
 use crate::block::{NamespaceId, Sum128, page_ceil};
 
+/// Blocks before a stored one that are made more recent at most.
+const ANCESTORS_MAX: usize = 4096;
+
 impl Catalog {
     pub(super) fn store(
         &mut self,
@@ -73,7 +76,7 @@ impl Catalog {
 
     fn touch_ancestors(&mut self, namespace: NamespaceId, first: &StoreBlock) {
         if let Some(parent) = self.table.find(namespace, &first.parent) {
-            for index in self.table.ancestors(parent).collect::<Vec<_>>() {
+            for index in self.table.ancestors(parent).take(ANCESTORS_MAX).collect::<Vec<_>>() {
                 self.touch(index);
             }
         }
@@ -95,7 +98,7 @@ impl Catalog {
         let too_large = self.nvme.as_ref().is_some_and(|nvme| {
             page_ceil(u64::from(new.raw_bytes)) > u64::from(nvme.segments.payload_bytes_max())
         });
-        if too_large || self.class_of(new.raw_bytes).is_none() {
+        if too_large || !self.host.slots.fits(new.raw_bytes) {
             self.finish(part, Outcome::Rejected(RejectReason::TooLarge));
             return true;
         }
@@ -159,7 +162,7 @@ impl Catalog {
         if let Some(ticket) = self.flow.tickets.get_mut(&part.ticket) {
             ticket.set_active(part.at);
         }
-        let op = self.flow.start(Op::Gather { block: index, part });
+        let op = self.flow.start(self.now, Op::Gather { block: index, part });
         let descriptor = Box::new(self.descriptor(index));
         self.actions.push(Action::Gather { op, region, place, slot, descriptor });
         true
@@ -198,7 +201,7 @@ impl Catalog {
         }
         // The entry must keep its meaning until the comparison is done.
         self.pin(index);
-        let op = self.flow.start(Op::Compare { block: index, part });
+        let op = self.flow.start(self.now, Op::Compare { block: index, part });
         self.actions.push(Action::Compare { op, region, place });
     }
 

@@ -4,7 +4,7 @@
 //! (a ghost) stands in for a parent that is gone, so that its children are found again when it
 //! is stored again; `orphan` says that some ancestor is a ghost, so that no lookup reaches the block.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::hash::{BuildHasher, Hasher};
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -333,12 +333,13 @@ impl BlockTable {
         })
     }
 
-    /// The block and all that follow it, parents before children.
-    pub(crate) fn subtree(&self, index: u32) -> Vec<u32> {
-        let mut all = vec![index];
+    /// The blocks and all that follow them, each once, parents before children within a chain.
+    pub(crate) fn subtrees(&self, roots: impl Iterator<Item = u32>) -> Vec<u32> {
+        let mut seen = HashSet::new();
+        let mut all: Vec<u32> = roots.filter(|root| seen.insert(*root)).collect();
         let mut at = 0;
         while let Some(next) = all.get(at).copied() {
-            all.extend(self.children(next));
+            all.extend(self.children(next).filter(|child| seen.insert(*child)));
             at += 1;
         }
         all

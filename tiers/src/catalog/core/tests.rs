@@ -1,6 +1,6 @@
 //! The catalog against a small edge that carries actions out late, out of order, and with faults.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 
 use proptest::prelude::*;
 
@@ -59,7 +59,7 @@ fn sum(key: &BlockKey) -> Sum128 {
 struct Edge {
     catalog: Catalog,
     now: u64,
-    waiting: Vec<Event>,
+    waiting: VecDeque<Event>,
     answers: HashMap<AskId, Reply>,
     ended: HashMap<TicketId, Vec<Outcome>>,
     next_ask: u64,
@@ -77,7 +77,7 @@ impl Edge {
         let mut edge = Edge {
             catalog: Catalog::new(config),
             now: 0,
-            waiting: vec![],
+            waiting: VecDeque::new(),
             answers: HashMap::new(),
             ended: HashMap::new(),
             next_ask: 0,
@@ -115,19 +115,24 @@ impl Edge {
     }
 
     fn event(&mut self, event: Event) {
+        self.apply(event);
+        while !self.delay && !self.waiting.is_empty() {
+            let Some(event) = self.waiting.pop_front() else { return };
+            self.apply(event);
+        }
+    }
+
+    fn apply(&mut self, event: Event) {
         self.now += 1;
         for action in self.catalog.apply(Timestamp(self.now), event) {
             self.carry_out(action);
-        }
-        while !self.delay && !self.waiting.is_empty() {
-            self.complete(0);
         }
     }
 
     fn complete(&mut self, pick: usize) {
         if !self.waiting.is_empty() {
-            let event = self.waiting.remove(pick % self.waiting.len());
-            self.event(event);
+            let picked = self.waiting.remove(pick % self.waiting.len());
+            self.event(picked.expect("an index below the length"));
         }
     }
 
@@ -166,7 +171,7 @@ impl Edge {
             Action::Encode { op, .. } => Event::Encoded { op, result: None },
             _ => return,
         };
-        self.waiting.push(event);
+        self.waiting.push_back(event);
     }
 
     fn ask(&mut self, request: Request) -> Option<Reply> {
@@ -447,7 +452,7 @@ fn a_damaged_slot_is_replaced_by_the_copy_on_nvme() {
     edge.load(&keys, lease);
     edge.delay = true;
     let ticket = edge.load(&keys, lease);
-    let Some(Event::Scattered { op, .. }) = edge.waiting.pop() else { panic!("no scatter") };
+    let Some(Event::Scattered { op, .. }) = edge.waiting.pop_back() else { panic!("no scatter") };
     edge.delay = false;
     edge.event(Event::Scattered { op, result: Err(OpError::Checksum) });
     assert_eq!(edge.outcomes(ticket), [Outcome::Loaded(Tier::Nvme)]);
@@ -465,7 +470,7 @@ fn failing_writes_take_the_tier_off_and_host_ram_goes_on() {
     // The stores succeed, every write fails.
     for _ in 0..200 {
         if let Some(at) = edge.waiting.iter().position(|e| matches!(e, Event::Gathered { .. })) {
-            let Event::Gathered { op, .. } = edge.waiting.remove(at) else { unreachable!() };
+            let Some(Event::Gathered { op, .. }) = edge.waiting.remove(at) else { unreachable!() };
             edge.event(Event::Gathered { op, result: Ok(Sum128([1; 16])) });
         } else {
             edge.complete(0);
@@ -505,6 +510,76 @@ fn parents_that_form_a_ring_do_no_harm() {
         edge.ask(request);
     }
     assert_eq!(edge.lookup(vec![a], 0).blocks + edge.lookup(vec![b], 0).blocks, 2);
+    edge.catalog.check();
+}
+
+/// A tier whose coldest blocks were all dirty stood still: no victim, and too few dirty blocks for
+/// the watermark.
+#[test]
+fn a_burst_of_stores_and_then_reads_of_nvme_do_not_wedge_the_host_tier() {
+    let mut config = config(6000, true);
+    if let Some(nvme) = &mut config.nvme {
+        nvme.geometry =
+            StoreGeometry { segment_bytes: 8 << 20, segments: 32, descriptor_pages: 128 };
+    }
+    let mut edge = Edge::new(config);
+    let old = chain(1, 1700);
+    edge.store(&old, 0);
+    edge.ask(Request::Drain);
+    edge.catalog.drain = None;
+    for number in 0..43 {
+        edge.store(&chain(100 + number, 100), 0);
+    }
+    // The clean blocks are used again, so that the coldest 4,096 and more are dirty.
+    edge.lookup(old, 10);
+    edge.now += 20_000;
+    edge.event(Event::Tick);
+    let keys = chain(7, 100);
+    for _ in 0..100 {
+        let ticket = edge.store(&keys, 0);
+        if edge.outcomes(ticket).iter().all(|o| matches!(o, Outcome::Stored | Outcome::Present)) {
+            return;
+        }
+    }
+    panic!("stores find no room for ever");
+}
+
+#[test]
+fn thousands_of_cold_pins_do_not_stop_eviction() {
+    let mut config = config(6000, false);
+    config.limits.pinned_percent = 90;
+    let mut edge = Edge::new(config);
+    let pinned = chain(1, 5000);
+    edge.store(&pinned, 0);
+    let prefix = PrefixQuery { namespace: NAMESPACE, keys: pinned.clone() };
+    edge.ask(Request::Pin { prefix, ttl_ms: 1_000_000 });
+    for number in 2..40 {
+        let ticket = edge.store(&chain(number, 100), 0);
+        assert_eq!(edge.outcomes(ticket), [Outcome::Stored; 100], "chain {number}");
+    }
+    assert_eq!(edge.lookup(pinned, 0).blocks, 5000);
+}
+
+#[test]
+fn a_restart_alone_reclaims_nothing() {
+    let mut edge = Edge::new(config(16, true));
+    for segment in 0..8 {
+        edge.catalog.recover(segment, u64::from(segment) + 1, &[]);
+    }
+    edge.event(Event::Tick);
+    edge.now += 1_000_000;
+    edge.event(Event::Tick);
+    assert_eq!(edge.stats().segments_reclaimed, 0);
+}
+
+#[test]
+fn a_forgotten_chain_is_visited_once_however_often_it_is_named() {
+    let mut edge = Edge::new(config(4096, false));
+    let keys = chain(1, 3000);
+    edge.store(&keys, 0);
+    let many: Vec<BlockKey> = keys.iter().cycle().take(12_000).copied().collect();
+    let forget = Forget::Keys { namespace: NAMESPACE, keys: many };
+    assert!(matches!(edge.ask(Request::Forget(forget)), Some(Reply::Count(3000))));
     edge.catalog.check();
 }
 
