@@ -17,6 +17,7 @@ use tokio::sync::Notify;
 
 use crate::breaker::Breaker;
 use crate::config::ClientConfig;
+use crate::doubt::LinkEnd;
 use crate::error::ClientError;
 use crate::handles::{NamespaceInner, RegionInner, bind};
 use crate::hello::{Answer, Hello, HelloKind, Welcome, recv_answer, send_hello};
@@ -33,6 +34,7 @@ pub(crate) struct Link {
     pub(crate) stub: KvtideClient,
     pub(crate) welcome: Welcome,
     pub(crate) event: OwnedFd,
+    pub(crate) end: Arc<LinkEnd>,
 }
 
 /// Counters of a client since it was made.
@@ -108,6 +110,11 @@ impl Shared {
 
     pub(crate) fn link(&self) -> Option<Arc<Link>> {
         self.state().link.clone()
+    }
+
+    /// Makes the task look for something to do.
+    pub(crate) fn wake(&self) {
+        self.wake.notify_one();
     }
 
     pub(crate) fn close(&self) {
@@ -274,15 +281,17 @@ impl Shared {
             usize::try_from(welcome.limits.calls_in_flight.max(1)).unwrap_or(1);
         let client = KvtideClient::new(config, client_transport(stream));
         let (stub, dispatch) = (client.client, client.dispatch);
-        let shared = Arc::downgrade(self);
+        let (shared, end) = (Arc::downgrade(self), Arc::new(LinkEnd::default()));
+        let reached = Arc::clone(&end);
         tokio::spawn(async move {
             let ended = dispatch.await;
             tracing::debug!(?ended, "connection ended");
+            reached.reach();
             if let Some(shared) = shared.upgrade() {
                 shared.lost(generation);
             }
         });
-        Ok(Link { generation, stub, welcome, event })
+        Ok(Link { generation, stub, welcome, event, end })
     }
 
     async fn hello(
@@ -345,11 +354,7 @@ impl Shared {
         for region in regions {
             bind(&region.bound, None);
             match self.register(link, &region).await {
-                Ok(id) => {
-                    // The old connection has ended, and with it every load on it.
-                    region.in_doubt().clear();
-                    bind(&region.bound, Some((link.generation, id)));
-                }
+                Ok(id) => bind(&region.bound, Some((link.generation, id))),
                 Err(ClientError::Call(error)) => {
                     tracing::warn!(%error, "a region could not be registered again; it misses");
                 }
