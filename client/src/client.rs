@@ -17,6 +17,7 @@ use tarpc::context::Context;
 
 use crate::config::ClientConfig;
 use crate::connection::{ClientCounters, Link, Shared, supervise};
+use crate::doubt::Claim;
 use crate::error::ClientError;
 use crate::handles::{
     Hit, Lease, Lookup, NamespaceHandle, NamespaceInner, RegionHandle, RegionInner, Ticket,
@@ -301,9 +302,8 @@ impl Client {
     ) -> Ticket {
         let places: Vec<u32> = blocks.iter().map(|block| block.place).collect();
         let keys = pack_keys(blocks.iter().map(|block| &block.key));
-        let held = Some((Arc::clone(&region.inner), places.clone()));
+        let touched = Some((region, places.clone()));
         let prepare = |link: &Link| {
-            check_places(region, &places)?;
             if lease.generation != link.generation {
                 return Err(ClientError::Call(CallError::NotFound("the lease".into())));
             }
@@ -318,11 +318,12 @@ impl Client {
         let ask = |stub: KvtideClient, context, load, wait_ms| async move {
             stub.load(context, load, wait_ms).await
         };
-        self.ticket(TicketKind::Load, blocks.len(), held, wait, prepare, ask).await
+        self.ticket(TicketKind::Load, blocks.len(), touched, wait, prepare, ask).await
     }
 
     /// Copies blocks out of a region into the cache, waiting up to `wait` for the end (zero: not
-    /// at all). The places may be written to again when the ticket has ended.
+    /// at all). The places may be written to again when the ticket has ended, and not before: what
+    /// is written there meanwhile may be stored under the blocks' keys.
     pub async fn store(
         &self,
         namespace: &NamespaceHandle,
@@ -331,9 +332,8 @@ impl Client {
         blocks: &[StoreBlock],
         wait: Duration,
     ) -> Ticket {
-        let places: Vec<u32> = blocks.iter().map(|block| block.place).collect();
+        let touched = Some((region, blocks.iter().map(|block| block.place).collect()));
         let prepare = |link: &Link| {
-            check_places(region, &places)?;
             Ok(WireStore {
                 namespace: namespace_on(link, namespace)?,
                 conversation,
@@ -349,7 +349,7 @@ impl Client {
         let ask = |stub: KvtideClient, context, store, wait_ms| async move {
             stub.store(context, store, wait_ms).await
         };
-        self.ticket(TicketKind::Store, blocks.len(), None, wait, prepare, ask).await
+        self.ticket(TicketKind::Store, blocks.len(), touched, wait, prepare, ask).await
     }
 
     /// Brings blocks of nvme into host RAM ahead of a load.
@@ -370,7 +370,7 @@ impl Client {
         &self,
         kind: TicketKind,
         blocks: usize,
-        region: Option<(Arc<RegionInner>, Vec<u32>)>,
+        touched: Option<(&RegionHandle, Vec<u32>)>,
         wait: Duration,
         prepare: impl FnOnce(&Link) -> Result<W, ClientError>,
         ask: impl FnOnce(KvtideClient, Context, W, u32) -> F,
@@ -378,36 +378,53 @@ impl Client {
     where
         F: Future<Output = Result<Result<TicketReply, CallError>, RpcError>>,
     {
-        let mut asked = false;
-        let reply = async {
-            let link = self.shared().gate()?;
-            let wire = prepare(&link)?;
-            let wait_ms = u32::try_from(wait.as_millis()).unwrap_or(u32::MAX);
-            let limit = self.limit() + Duration::from_millis(u64::from(wait_ms));
-            asked = true;
-            let call =
-                self.shared().call(&link, limit, |stub, context| ask(stub, context, wire, wait_ms));
-            Ok((link.generation, call.await??))
+        let prepared = self.shared().gate().and_then(|link| {
+            if let Some((region, places)) = &touched {
+                region.inner.check_places(places)?;
+            }
+            prepare(&link).map(|wire| (link, wire))
+        });
+        let (link, wire) = match prepared {
+            Ok(prepared) => prepared,
+            Err(error) => return failed_ticket(kind, blocks, error),
         };
-        match reply.await {
-            Ok((generation, TicketReply::Pending(id))) => {
-                Ticket { kind, blocks, state: TicketState::Pending { generation, id }, region }
+        let wait_ms = u32::try_from(wait.as_millis()).unwrap_or(u32::MAX);
+        let limit = self.limit().saturating_add(Duration::from_millis(u64::from(wait_ms)));
+        // Leaves the places in doubt when this future is dropped, and on every way out of it but
+        // those on which the daemon has said that it will not touch them (any more).
+        let mut claim =
+            touched.map(|(region, places)| Claim::new(Arc::clone(&region.inner), places, &link));
+        let call =
+            self.shared().call(&link, limit, |stub, context| ask(stub, context, wire, wait_ms));
+        let reply = call.await.and_then(|answer| answer.map_err(ClientError::Call));
+        let over = match &reply {
+            Ok(TicketReply::Pending(id)) => {
+                if let Some(claim) = &mut claim {
+                    claim.set_ticket(*id);
+                }
+                false
             }
-            Ok((_, TicketReply::Ended(outcomes))) if outcomes.len() == blocks => {
+            Ok(TicketReply::Ended(_)) => true,
+            Err(ClientError::Call(error)) => !matches!(error, CallError::Internal(_)),
+            Err(_) => false,
+        };
+        if let Some(claim) = claim.take_if(|_| over) {
+            claim.end();
+        }
+        match reply {
+            Ok(TicketReply::Pending(id)) => {
+                let state = TicketState::Pending { generation: link.generation, id };
+                Ticket { kind, blocks, state, claim }
+            }
+            Ok(TicketReply::Ended(outcomes)) if outcomes.len() == blocks => {
                 let state = TicketState::Ended { outcomes, failure: None };
-                Ticket { kind, blocks, state, region: None }
+                Ticket { kind, blocks, state, claim: None }
             }
-            Ok(_) => {
+            Ok(TicketReply::Ended(_)) => {
                 let what = "a ticket ended with another number of blocks";
                 failed_ticket(kind, blocks, ClientError::NotKvtide { what })
             }
             Err(error) => {
-                // A load whose answer did not come may still be copied.
-                if let (true, TicketKind::Load, ClientError::Deadline { .. }, Some((region, at))) =
-                    (asked, kind, &error, &region)
-                {
-                    region.in_doubt().extend(at.iter().copied());
-                }
                 tracing::debug!(%error, ?kind, "a call failed; taken as a miss");
                 failed_ticket(kind, blocks, error)
             }
@@ -442,7 +459,7 @@ impl Client {
                     if Some(on) == generation {
                         pending.push(id);
                     } else {
-                        ticket.end(vec![ticket.kind.gone(); ticket.blocks]);
+                        ticket.lose();
                     }
                 }
             }
@@ -566,7 +583,8 @@ impl Client {
 
     /// Stores the last `places.len()` blocks of a prefix, each of the namespace's tokens per block;
     /// `keys` are those of the whole prefix, root first. At most `timeout`; one outcome per stored
-    /// block, [`Outcome::Busy`] for those that had not ended in time.
+    /// block, [`Outcome::Busy`] for those that had not ended in time; their places are in doubt
+    /// then ([`RegionHandle::places_in_doubt`]).
     pub async fn store_prefix(
         &self,
         namespace: &NamespaceHandle,
@@ -738,18 +756,6 @@ fn prefix_on(
     Ok(WirePrefix { namespace: namespace_on(link, namespace)?, keys: pack_keys(keys) })
 }
 
-/// Refuses places into which an abandoned load may still copy.
-fn check_places(region: &RegionHandle, places: &[u32]) -> Result<(), ClientError> {
-    let in_doubt = region.inner.in_doubt();
-    if !in_doubt.is_empty()
-        && let Some(place) = places.iter().find(|place| in_doubt.contains(place))
-    {
-        let text = format!("place {place} is in doubt: a load into it was given up");
-        return Err(ClientError::Call(CallError::Invalid(text)));
-    }
-    Ok(())
-}
-
 fn failed_ticket(kind: TicketKind, blocks: usize, failure: ClientError) -> Ticket {
     let outcome = match &failure {
         ClientError::Call(CallError::Busy(_)) => kind.busy(),
@@ -759,7 +765,7 @@ fn failed_ticket(kind: TicketKind, blocks: usize, failure: ClientError) -> Ticke
         _ => kind.gone(),
     };
     let state = TicketState::Ended { outcomes: vec![outcome; blocks], failure: Some(failure) };
-    Ticket { kind, blocks, state, region: None }
+    Ticket { kind, blocks, state, claim: None }
 }
 
 /// Ends the tickets that the daemon says have ended.

@@ -12,11 +12,13 @@ use std::time::{Duration, Instant};
 use kvtide_tiers::catalog::{LeaseId, Limit, RegionId};
 use tarpc::client::RpcError;
 use tarpc::context::Context;
+use tokio::io::Interest;
 use tokio::net::UnixStream;
 use tokio::sync::Notify;
 
 use crate::breaker::Breaker;
 use crate::config::ClientConfig;
+use crate::doubt::LinkEnd;
 use crate::error::ClientError;
 use crate::handles::{NamespaceInner, RegionInner, bind};
 use crate::hello::{Answer, Hello, HelloKind, Welcome, recv_answer, send_hello};
@@ -27,12 +29,16 @@ use crate::transport::client_transport;
 /// the connection.
 const CHORES_MAX: usize = 4096;
 
+/// How long the daemon may take to close a connection that has ended on this side.
+const CLOSE_TIME: Duration = Duration::from_secs(60);
+
 /// One connection to the daemon.
 pub(crate) struct Link {
     pub(crate) generation: u64,
     pub(crate) stub: KvtideClient,
     pub(crate) welcome: Welcome,
     pub(crate) event: OwnedFd,
+    pub(crate) end: Arc<LinkEnd>,
 }
 
 /// Counters of a client since it was made.
@@ -108,6 +114,11 @@ impl Shared {
 
     pub(crate) fn link(&self) -> Option<Arc<Link>> {
         self.state().link.clone()
+    }
+
+    /// Makes the task look for something to do.
+    pub(crate) fn wake(&self) {
+        self.wake.notify_one();
     }
 
     pub(crate) fn close(&self) {
@@ -272,17 +283,31 @@ impl Shared {
         let mut config = tarpc::client::Config::default();
         config.max_in_flight_requests =
             usize::try_from(welcome.limits.calls_in_flight.max(1)).unwrap_or(1);
+        let held = stream.as_fd().try_clone_to_owned().map_err(|source| ClientError::Connect {
+            socket: self.config.socket.clone(),
+            source,
+        })?;
         let client = KvtideClient::new(config, client_transport(stream));
         let (stub, dispatch) = (client.client, client.dispatch);
-        let shared = Arc::downgrade(self);
+        let (shared, end) = (Arc::downgrade(self), Arc::new(LinkEnd::default()));
+        let reached = Arc::clone(&end);
         tokio::spawn(async move {
             let ended = dispatch.await;
             tracing::debug!(?ended, "connection ended");
+            // Most often it is the daemon that is gone, and nothing is left in doubt.
+            let closed = rustix::net::shutdown(&held, rustix::net::Shutdown::Write).is_ok()
+                && at_end(&held).unwrap_or(false);
+            if closed {
+                reached.reach();
+            }
             if let Some(shared) = shared.upgrade() {
                 shared.lost(generation);
             }
+            if !closed {
+                read_to_end(held, &reached, CLOSE_TIME).await;
+            }
         });
-        Ok(Link { generation, stub, welcome, event })
+        Ok(Link { generation, stub, welcome, event, end })
     }
 
     async fn hello(
@@ -345,11 +370,7 @@ impl Shared {
         for region in regions {
             bind(&region.bound, None);
             match self.register(link, &region).await {
-                Ok(id) => {
-                    // The old connection has ended, and with it every load on it.
-                    region.in_doubt().clear();
-                    bind(&region.bound, Some((link.generation, id)));
-                }
+                Ok(id) => bind(&region.bound, Some((link.generation, id))),
                 Err(ClientError::Call(error)) => {
                     tracing::warn!(%error, "a region could not be registered again; it misses");
                 }
@@ -389,6 +410,41 @@ impl Shared {
         }
         namespace.key_changed.store(changed, Ordering::Release);
         Ok(())
+    }
+}
+
+/// Reads what is left and throws it away. `true` at the end: the daemon has closed the connection,
+/// after its last copy from or to the regions of this session.
+fn at_end(stream: impl AsFd) -> io::Result<bool> {
+    let mut waste = [0; 4096];
+    loop {
+        match rustix::io::read(&stream, &mut waste) {
+            // Reset: it was closed before the daemon had read everything.
+            Ok(0) | Err(rustix::io::Errno::CONNRESET) => return Ok(true),
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(rustix::io::Errno::AGAIN) => return Ok(false),
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// Waits until the daemon has closed a connection on which this side sends no more. When it does
+/// not within `limit`, what is in doubt on it stays so for good: its places are never used again.
+async fn read_to_end(held: OwnedFd, end: &LinkEnd, limit: Duration) {
+    let wait = async {
+        let stream = UnixStream::from_std(held.into())?;
+        let read = || match at_end(&stream)? {
+            true => Ok(()),
+            false => Err(io::Error::from(io::ErrorKind::WouldBlock)),
+        };
+        stream.async_io(Interest::READABLE, read).await
+    };
+    match tokio::time::timeout(limit, wait).await {
+        Ok(Ok(())) => end.reach(),
+        failed => tracing::warn!(
+            ?failed,
+            "the daemon did not close a connection that has ended; places in doubt on it stay so"
+        ),
     }
 }
 
@@ -484,5 +540,31 @@ impl Link {
     /// A duplicate of the eventfd that counts ended tickets.
     pub(crate) fn event_fd(&self) -> io::Result<OwnedFd> {
         self.event.as_fd().try_clone_to_owned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_connection_has_ended_only_when_the_daemon_has_closed_it() {
+        let (ours, daemons) = std::os::unix::net::UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let end = LinkEnd::default();
+        let short = Duration::from_millis(50);
+        rustix::net::shutdown(&ours, rustix::net::Shutdown::Write).unwrap();
+        read_to_end(ours.try_clone().unwrap().into(), &end, short).await;
+        assert!(!end.is_reached(), "the daemon did not close it yet");
+        // Answers that were on their way are not the end, nor is a reset a failure.
+        std::io::Write::write_all(&mut &daemons, &[7; 10_000]).unwrap();
+        assert!(!at_end(&ours).unwrap());
+        let close = async {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+            drop(daemons);
+        };
+        let limit = Duration::from_secs(20);
+        tokio::join!(close, read_to_end(ours.into(), &end, limit));
+        assert!(end.is_reached());
     }
 }

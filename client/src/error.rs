@@ -69,6 +69,15 @@ pub enum ClientError {
         /// Bytes of the region.
         bytes: u64,
     },
+    /// A load or store of this place was given up, and the daemon may still be copying.
+    #[error(
+        "place {place} is in doubt: a load or store of it was given up before it had ended; use \
+         another place until `places_in_doubt` no longer names it"
+    )]
+    PlaceInDoubt {
+        /// The place.
+        place: u32,
+    },
     /// The tenant's secret changed while the client was away, and with it the keys of all blocks.
     #[error("the namespace's key changed; open the namespace anew and compute its keys again")]
     KeyChanged,

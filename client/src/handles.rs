@@ -3,7 +3,6 @@
 //! Namespaces and regions stay valid across a restart of the daemon: the connection opens and
 //! registers them again. Leases and tickets belong to one connection and end with it.
 
-use std::collections::HashSet;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -13,6 +12,7 @@ use kvtide_tiers::catalog::{LeaseId, MissReason, Outcome, RegionId, RejectReason
 use kvtide_tiers::io::SharedMemory;
 
 use crate::connection::Shared;
+use crate::doubt::{Claim, Doubt, Doubts};
 use crate::error::ClientError;
 use crate::protocol::NamespaceSpec;
 
@@ -81,8 +81,7 @@ pub(crate) struct RegionInner {
     pub(crate) memory: SharedMemory,
     pub(crate) layout: RegionLayout,
     pub(crate) bound: Bound<RegionId>,
-    /// Places into which an abandoned load may still copy.
-    in_doubt: Mutex<HashSet<u32>>,
+    doubts: Mutex<Doubts>,
     shared: Weak<Shared>,
 }
 
@@ -92,11 +91,24 @@ impl RegionInner {
         layout: RegionLayout,
         shared: Weak<Shared>,
     ) -> RegionInner {
-        RegionInner { memory, layout, bound: Mutex::new(None), in_doubt: Mutex::default(), shared }
+        RegionInner { memory, layout, bound: Mutex::new(None), doubts: Mutex::default(), shared }
     }
 
-    pub(crate) fn in_doubt(&self) -> std::sync::MutexGuard<'_, HashSet<u32>> {
-        self.in_doubt.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn doubts(&self) -> std::sync::MutexGuard<'_, Doubts> {
+        self.doubts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn leave_in_doubt(&self, doubt: Doubt) {
+        let added = self.doubts().add(doubt);
+        if let (true, Some(shared)) = (added, self.shared.upgrade()) {
+            shared.wake();
+        }
+    }
+
+    /// Refuses places in doubt.
+    pub(crate) fn check_places(&self, places: &[u32]) -> Result<(), ClientError> {
+        let in_doubt = self.doubts().first_of(places);
+        in_doubt.map_or(Ok(()), |place| Err(ClientError::PlaceInDoubt { place }))
     }
 }
 
@@ -137,21 +149,24 @@ impl RegionHandle {
         self.inner.layout.blocks
     }
 
-    /// Places into which the daemon may still copy, because their load was given up before it had
-    /// ended. Until the connection ends, loads into and stores from them are refused by this
-    /// library; do not use their memory either.
+    /// Places from or to which the daemon may still copy, because a load or store of them was
+    /// given up before it was known to have ended: its deadline passed, its future or ticket was
+    /// dropped, or the connection was lost. Until the daemon has ended it, or has closed the
+    /// connection, loads, stores and [`RegionHandle::write_block`] refuse these places. Whoever
+    /// writes to the memory by other means has to leave them alone too: what is written there may
+    /// be stored under the old key.
     pub fn places_in_doubt(&self) -> Vec<u32> {
-        let mut places: Vec<u32> = self.inner.in_doubt().iter().copied().collect();
-        places.sort_unstable();
-        places
+        self.inner.doubts().places()
     }
 
     /// Writes one block's bytes, plane by plane as its payload lies.
     ///
     /// # Errors
-    /// [`ClientError::OutOfRegion`] for a place or length that is not the region's.
+    /// [`ClientError::OutOfRegion`] for a place or length that is not the region's, and
+    /// [`ClientError::PlaceInDoubt`].
     pub fn write_block(&self, place: u32, bytes: &[u8]) -> Result<(), ClientError> {
         self.check(place, bytes.len())?;
+        self.inner.check_places(&[place])?;
         let mut rest = bytes;
         self.runs(place, |offset, run| {
             let (head, tail) = rest.split_at_checked(run)?;
@@ -304,14 +319,14 @@ pub(crate) enum TicketState {
 
 /// A load, store or prefetch under way, or its outcome.
 ///
-/// Until a load has ended, the daemon may copy into its places. Dropping the ticket of a load that
-/// has not ended puts its places in doubt ([`RegionHandle::places_in_doubt`]).
+/// Until it has ended, the daemon may copy into a load's places, and out of a store's. Dropping the
+/// ticket before that puts the places in doubt ([`RegionHandle::places_in_doubt`]).
 #[must_use = "a ticket has to be waited for; its places belong to the daemon until then"]
 pub struct Ticket {
     pub(crate) kind: TicketKind,
     pub(crate) blocks: usize,
     pub(crate) state: TicketState,
-    pub(crate) region: Option<(Arc<RegionInner>, Vec<u32>)>,
+    pub(crate) claim: Option<Claim>,
 }
 
 impl Ticket {
@@ -344,8 +359,19 @@ impl Ticket {
         }
     }
 
+    /// The daemon said that it has ended.
     pub(crate) fn end(&mut self, outcomes: Vec<Outcome>) {
-        self.region = None;
+        if let Some(claim) = self.claim.take() {
+            claim.end();
+        }
+        self.state = TicketState::Ended { outcomes, failure: None };
+    }
+
+    /// Its connection was lost: it has ended for the caller, but its places are in doubt until
+    /// the daemon has closed the connection.
+    pub(crate) fn lose(&mut self) {
+        self.claim = None;
+        let outcomes = vec![self.kind.gone(); self.blocks];
         self.state = TicketState::Ended { outcomes, failure: None };
     }
 
@@ -353,16 +379,6 @@ impl Ticket {
         match &mut self.state {
             TicketState::Ended { outcomes, .. } => Ok(std::mem::take(outcomes)),
             TicketState::Pending { .. } => Err(self),
-        }
-    }
-}
-
-impl Drop for Ticket {
-    fn drop(&mut self) {
-        let pending = matches!(self.state, TicketState::Pending { .. });
-        if let (true, TicketKind::Load, Some((region, places))) = (pending, self.kind, &self.region)
-        {
-            region.in_doubt().extend(places.iter().copied());
         }
     }
 }

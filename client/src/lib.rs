@@ -15,6 +15,7 @@ mod breaker;
 mod client;
 mod config;
 mod connection;
+mod doubt;
 mod error;
 mod handles;
 pub mod hello;

@@ -41,7 +41,9 @@ pub type ServerTransport = HangUp<
 >;
 
 /// Makes the end of the stream an error, [`io::ErrorKind::UnexpectedEof`]: a client that is gone
-/// waits for no answers, so its connection ends at once and not after its last call.
+/// waits for no answers, so its connection ends at once and not after its last call. It is never
+/// shut down from here either: the client takes the end of the stream as the daemon's word that
+/// nothing copies from or to its regions any more, and only the daemon knows when that is.
 #[derive(Debug)]
 pub struct HangUp<T>(T);
 
@@ -77,7 +79,7 @@ where
     }
 
     fn poll_close(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_close(cx)
+        Pin::new(&mut self.0).poll_flush(cx)
     }
 }
 

@@ -2,7 +2,7 @@
 //! known before a byte of it is parsed; then the hello, then the service.
 
 use std::fs::{DirBuilder, File, OpenOptions, Permissions};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -150,7 +150,11 @@ async fn connection(app: Arc<App>, stream: UnixStream, room: tokio::sync::OwnedS
     let answered = tokio::time::timeout(HELLO_TIME, greet(&app, &stream)).await;
     drop(room);
     match answered {
-        Ok(Ok(Some(guard))) => serve(&guard, stream).await,
+        Ok(Ok(Some(guard))) => {
+            serve(&guard, stream).await;
+            // Waits for copies that are under way.
+            let _ = tokio::task::spawn_blocking(move || drop(guard)).await;
+        }
         Ok(Ok(None)) => {}
         Ok(Err(Refused(reason, message))) => {
             app.counters.hello_refused(reason.label());
@@ -242,6 +246,7 @@ async fn open_session(
     let event = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
         .map_err(|error| system(error.into()))?;
     let theirs = event.try_clone().map_err(system)?;
+    let held = stream.as_fd().try_clone_to_owned().map_err(system)?;
     let mut token = [0; 16];
     getrandom::fill(&mut token).map_err(|error| system(std::io::Error::other(error)))?;
     let tenant = caller.tenant.as_ref().map(|tenant| tenant.id);
@@ -252,12 +257,15 @@ async fn open_session(
     let tenant = tenant.unwrap_or(kvtide_tiers::catalog::TenantId(u32::MAX));
     let id = app.node().open_session(tenant, notify).map_err(|_| full())?;
     let session = Arc::new(Session::new(id, token, caller, hello.name, tickets, counters));
-    let guard = SessionGuard { app: Arc::clone(app), session: Arc::clone(&session), pid };
+    let guard = SessionGuard {
+        app: Arc::clone(app),
+        session: Arc::clone(&session),
+        pid,
+        _stream: held,
+    };
     app.sessions().insert(id, session);
     let welcome = Welcome { session: id.0, token, fd: 0, limits: limits(app) };
-    send_answer(stream, &Answer::Welcome(welcome), Some(std::os::fd::AsFd::as_fd(&theirs)))
-        .await
-        .map_err(system)?;
+    send_answer(stream, &Answer::Welcome(welcome), Some(theirs.as_fd())).await.map_err(system)?;
     let (client, uid) = (&guard.session.name, guard.session.caller.uid);
     tracing::info!(session = id.0, client, uid, pid, "a client connected");
     Ok(guard)
@@ -277,10 +285,16 @@ fn limits(app: &App) -> SessionLimits {
 }
 
 /// A session that is in the list and known to the node; neither after it is dropped.
+///
+/// It keeps the connection open: however the connection ends here, the client sees the end of the
+/// stream only after the node has closed the session, when nothing copies from or to its regions
+/// any more. Clients use the memory again as soon as they see it.
 struct SessionGuard {
     app: Arc<App>,
     session: Arc<Session>,
     pid: i32,
+    // Dropped behind the body of `drop`.
+    _stream: OwnedFd,
 }
 
 impl Drop for SessionGuard {
