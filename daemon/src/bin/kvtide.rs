@@ -1,2 +1,4 @@
-//! placeholder
+//! The inspector.
+#![forbid(unsafe_code)]
+
 fn main() {}
