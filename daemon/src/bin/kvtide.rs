@@ -1,4 +1,8 @@
-//! The inspector.
+//! The inspector. See `kvtide_daemon::cli`.
 #![forbid(unsafe_code)]
 
-fn main() {}
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    kvtide_daemon::cli::run(std::env::args_os().skip(1).collect())
+}
