@@ -68,6 +68,8 @@ pub(crate) enum Command {
     },
     /// Check a store that no daemon has open; reads only
     Fsck(Fsck),
+    /// The configuration that kvtided would use here, or a check of a file
+    Config(Config),
     /// Print completions for a shell
     Completions {
         /// The shell
@@ -219,10 +221,30 @@ pub(crate) struct Fsck {
 }
 
 #[derive(Args, Debug)]
+pub(crate) struct Config {
+    #[command(subcommand)]
+    pub(crate) what: Option<ConfigWhat>,
+}
+
+#[derive(Subcommand, Debug)]
+pub(crate) enum ConfigWhat {
+    /// Print what kvtided would use, all defaults filled in
+    Show {
+        /// With this file [default: none]
+        file: Option<PathBuf>,
+    },
+    /// Check a file, and say what is wrong where
+    Check {
+        /// The file
+        file: PathBuf,
+    },
+}
+
+#[derive(Args, Debug)]
 pub(crate) struct Demo {
-    /// Turns of each of the four conversations
-    #[arg(long, value_name = "N", default_value_t = 10,
-          value_parser = clap::value_parser!(u32).range(4..=10))]
+    /// Turns of each conversation
+    #[arg(long, value_name = "N", default_value_t = 6,
+          value_parser = clap::value_parser!(u32).range(4..=6))]
     pub(crate) turns: u32,
     /// Where to make the temporary folder [default: the system's]
     #[arg(long, value_name = "DIR")]
@@ -312,6 +334,8 @@ mod tests {
             "unpin 7",
             "drain",
             "fsck store",
+            "config",
+            "config check x",
             "demo",
         ] {
             let cli = parse(&format!("{line} --json --socket s")).expect(line);

@@ -4,6 +4,7 @@
 
 mod args;
 mod change;
+mod config;
 mod demo;
 mod error;
 mod fsck;
@@ -20,6 +21,7 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser};
+use rustix::process::{Signal, set_parent_process_death_signal};
 use serde::Serialize;
 
 use self::args::{Cli, Command};
@@ -29,12 +31,14 @@ use self::remote::Remote;
 
 /// Runs `kvtide` with the arguments behind the program's name.
 ///
-/// A first argument `__demo-client` is not for people: `demo` starts this program again as one of
-/// its own processes.
+/// Two first arguments are not for people: `__daemon` runs kvtided with the rest, so that the demo,
+/// tests and benchmarks need no second program, and `__demo-client` is a client of the demo.
 pub fn run(args: Vec<OsString>) -> ExitCode {
     let mut rest = args.iter();
-    if rest.next().is_some_and(|first| first == "__demo-client") {
-        return demo::child::main(rest.as_slice());
+    match rest.next().and_then(|first| first.to_str()) {
+        Some("__daemon") => return daemon(rest.as_slice()),
+        Some("__demo-client") => return demo::child::main(rest.as_slice()),
+        _ => {}
     }
     let cli = match Cli::try_parse_from(std::iter::once(OsString::from("kvtide")).chain(args)) {
         Ok(cli) => cli,
@@ -53,6 +57,14 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     }
 }
 
+fn daemon(args: &[OsString]) -> ExitCode {
+    if std::env::var_os(demo::WITH_PARENT).is_some() {
+        // The demo's folder goes with the demo, and so must its daemon.
+        let _ = set_parent_process_death_signal(Some(Signal::KILL));
+    }
+    crate::run_daemon(args.iter().cloned())
+}
+
 fn dispatch(cli: &Cli, out: Out) -> Result<(), CliError> {
     let remote = || Remote::connect(&cli.global);
     match &cli.command {
@@ -66,6 +78,7 @@ fn dispatch(cli: &Cli, out: Out) -> Result<(), CliError> {
         Command::Unpin { pin } => change::unpin(*pin, &remote()?, out),
         Command::Drain { deadline } => change::drain(*deadline, &remote()?, out),
         Command::Fsck(args) => fsck::run(args, out),
+        Command::Config(args) => config::run(args.what.as_ref(), out),
         Command::Completions { shell } => completions(*shell, out),
         Command::Demo(args) => demo::run(args, out),
     }

@@ -19,7 +19,7 @@ use super::{content, script};
 /// Longest time for the loads, and for the stores, of one turn.
 const TURN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What lies in a place before a load, so that no bytes of an earlier turn can pass for loaded ones.
+/// What lies in a place before a load, so that an earlier turn's bytes do not pass for loaded ones.
 const SCRUB: u8 = 0xee;
 
 /// Runs until standard input ends. The argument is the daemon's socket.
@@ -126,7 +126,14 @@ impl Engine {
         for (at, ((outcome, key), place)) in
             loaded.outcomes.iter().zip(prompt).zip(places).enumerate()
         {
-            let Outcome::Loaded(tier) = outcome else { continue };
+            let tier = match outcome {
+                Outcome::Loaded(tier) => tier,
+                Outcome::Missed(reason) => {
+                    *done.missed_in_load.entry(format!("{reason:?}")).or_default() += 1;
+                    continue;
+                }
+                _ => continue,
+            };
             self.pool.read_block(*place, &mut self.block)?;
             done.wrong_bytes += content::wrong_bytes(key, &self.block);
             done.blocks_verified += 1;

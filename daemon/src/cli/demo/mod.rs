@@ -13,11 +13,13 @@ pub(crate) mod script;
 mod wire;
 
 use std::ffi::OsString;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+pub(crate) use self::processes::WITH_PARENT;
 use self::processes::{Daemon, Engine, Folder, Silence};
 use self::report::{Summary, turn_header, turn_line};
 use self::script::{CONVERSATIONS, PROCESSES};
@@ -28,11 +30,13 @@ use super::out::{Out, print};
 use super::table::bytes;
 
 /// RAM of the demo's daemon: less than the conversations need, so that NVMe is really used.
-const HOST_BYTES: u64 = 32 << 20;
+const HOST_BYTES: u64 = 64 << 20;
 /// NVMe of the demo's daemon.
 const NVME_BYTES: u64 = 256 << 20;
 /// How long a killed process may have been at work on its turn.
 const INTO_THE_TURN: Duration = Duration::from_millis(4);
+/// Clients come back to a new daemon within this time.
+const RECONNECT_TIME: Duration = Duration::from_millis(400);
 /// Longest wait for one turn.
 const TURN_TIME_MAX: Duration = Duration::from_secs(60);
 /// Longest wait for blocks to be written down between two turns.
@@ -101,7 +105,7 @@ struct Stage<'a> {
 impl<'a> Stage<'a> {
     fn open(folder: &'a Folder, show: &mut Show) -> Result<Stage<'a>, CliError> {
         let start = Instant::now();
-        let daemon = Daemon::start(folder, &daemon_args(folder))?;
+        let daemon = Daemon::start(folder, &daemon_args(folder)?)?;
         let mut stage = Stage {
             folder,
             engines: Vec::new(),
@@ -152,33 +156,45 @@ impl<'a> Stage<'a> {
 
     fn play(mut self, turns: usize, show: &mut Show) -> Result<Summary, CliError> {
         let client_dies = turns / 2 - 1;
-        let daemon_dies = turns * 3 / 4;
+        let daemon_dies = turns - 2;
+        let conversations: Vec<usize> = (0..CONVERSATIONS).collect();
         for turn in 0..turns {
-            if turn == daemon_dies {
-                self.quiet(show)?;
-            }
-            for conversation in 0..CONVERSATIONS {
-                self.ask(Turn { conversation, turn });
-            }
-            if turn == client_dies {
-                self.kill_client(Turn { conversation: 1, turn }, show)?;
-            }
-            if turn == daemon_dies {
-                self.kill_daemon(show)?;
-            }
-            for conversation in 0..CONVERSATIONS {
-                let process = script::process(conversation, turn);
-                match self.answer(process, show)? {
-                    Ok(done) => {
-                        show.text(&turn_line(&done, process))?;
-                        self.summary.add(done);
-                    }
-                    Err(why) => self.failed(process, &why, show)?,
+            for wave in conversations.chunks(PROCESSES) {
+                let first = wave.first() == Some(&0);
+                if first && turn == daemon_dies {
+                    self.quiet(show)?;
+                }
+                for conversation in wave {
+                    self.ask(Turn { conversation: *conversation, turn });
+                }
+                if first && turn == client_dies {
+                    self.kill_client(Turn { conversation: 1, turn }, show)?;
+                }
+                if first && turn == daemon_dies {
+                    self.kill_daemon(show)?;
+                }
+                self.answers(wave, turn, show)?;
+                if first && turn == daemon_dies {
+                    thread::sleep(RECONNECT_TIME);
                 }
             }
         }
         self.summary.seconds = self.start.elapsed().as_secs_f64();
         Ok(std::mem::take(&mut self.summary))
+    }
+
+    fn answers(&mut self, wave: &[usize], turn: usize, show: &Show) -> Result<(), CliError> {
+        for conversation in wave {
+            let process = script::process(*conversation, turn);
+            match self.answer(process, show)? {
+                Ok(done) => {
+                    show.text(&turn_line(&done, process))?;
+                    self.summary.add(done);
+                }
+                Err(why) => self.failed(process, &why, show)?,
+            }
+        }
+        Ok(())
     }
 
     fn ask(&mut self, turn: Turn) {
@@ -271,7 +287,7 @@ impl<'a> Stage<'a> {
         daemon.kill();
         self.summary.daemons_killed += 1;
         let start = Instant::now();
-        let daemon = Daemon::start(self.folder, &daemon_args(self.folder))?;
+        let daemon = Daemon::start(self.folder, &daemon_args(self.folder)?)?;
         let blocks = daemon.control.stats().ok().and_then(|stats| stats.catalog);
         show.text(&format!(
             "-- kvtided ({pid}) killed with SIGKILL in the middle of the turn; started again ({}) \
@@ -285,16 +301,20 @@ impl<'a> Stage<'a> {
     }
 }
 
-fn daemon_args(folder: &Folder) -> Vec<OsString> {
-    let mut args: Vec<OsString> = Vec::new();
-    for (name, value) in [
-        ("--socket", folder.socket().into_os_string()),
-        ("--store", folder.path().join("store").into_os_string()),
-        ("--host-bytes", HOST_BYTES.to_string().into()),
-        ("--nvme-bytes", NVME_BYTES.to_string().into()),
-    ] {
-        args.push(name.into());
-        args.push(value);
-    }
-    args
+/// Writes the daemon's configuration; answers the arguments that name it.
+fn daemon_args(folder: &Folder) -> Result<Vec<OsString>, CliError> {
+    let quoted = |path: &Path| toml::Value::from(path.display().to_string()).to_string();
+    let text = format!(
+        "[daemon]\nsocket = {}\n\
+         [host]\nbytes = {HOST_BYTES}\n\
+         [nvme]\nfolder = {}\nbytes = {NVME_BYTES}\n\
+         [limits]\n# All processes at once hold half of the conversations.\npinned_percent = 80\n\
+         [admin]\nmetrics = \"off\"\n",
+        quoted(&folder.socket()),
+        quoted(&folder.path().join("store")),
+    );
+    let file = folder.path().join("kvtided.toml");
+    std::fs::write(&file, text)
+        .map_err(|error| CliError::Failed(format!("cannot write {}: {error}", file.display())))?;
+    Ok(vec!["--config".into(), file.into()])
 }

@@ -7,10 +7,10 @@ use kvtide_tiers::block::{
 
 /// Client processes.
 pub(crate) const PROCESSES: usize = 4;
-/// Conversations that go on at the same time.
-pub(crate) const CONVERSATIONS: usize = 4;
+/// Conversations. Each process has one of them at a time.
+pub(crate) const CONVERSATIONS: usize = 8;
 /// Turns of each conversation.
-pub(crate) const TURNS: usize = 10;
+pub(crate) const TURNS: usize = 6;
 /// Tokens in a block.
 pub(crate) const BLOCK_TOKENS: usize = 16;
 /// Tokens of the system prompt, the same in every conversation.

@@ -1,6 +1,8 @@
 //! What the demo and its client processes say to each other: one JSON value a line, questions on
 //! the process's standard input, answers on its standard output.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 /// A turn to take.
@@ -38,6 +40,8 @@ pub(crate) struct TurnDone {
     pub(crate) blocks_hit_nvme: u64,
     /// Of these, computed anew.
     pub(crate) blocks_missed: u64,
+    /// Blocks that the lookup found and the load did not bring, by reason.
+    pub(crate) missed_in_load: BTreeMap<String, u64>,
     /// Blocks whose every byte was compared.
     pub(crate) blocks_verified: u64,
     /// Bytes that were not what they should be.
