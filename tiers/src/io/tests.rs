@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 use super::fault::{FaultConfig, FaultCounters, FaultDevice};
 use super::memory_device::MemoryDevice;
 use super::*;
-use crate::catalog::SlotId;
 
 const CAPACITY: u64 = 8 << 20;
 const SLAB: u32 = 1 << 20;
