@@ -1,5 +1,6 @@
 //! The simulator against published figures, to the block.
 
+#![forbid(unsafe_code)]
 #![allow(
     clippy::unwrap_used,
     clippy::indexing_slicing,

@@ -1,5 +1,6 @@
 //! A small made-up trace through real daemons and client processes.
 
+#![forbid(unsafe_code)]
 #![allow(
     clippy::unwrap_used,
     clippy::indexing_slicing,

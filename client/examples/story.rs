@@ -1,5 +1,7 @@
 //! The life of one turn: `cargo run -p kvtide-client --example story` beside a running kvtided.
 
+#![forbid(unsafe_code)]
+
 use std::time::Duration;
 
 use kvtide_client::blocking::Client;

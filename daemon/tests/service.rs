@@ -1,6 +1,7 @@
 //! The real daemon over its real socket: hellos, hostile clients, signals, and what a client sees
 //! when the daemon goes away and comes back.
 
+#![forbid(unsafe_code)]
 #![expect(clippy::unwrap_used, reason = "helpers of tests may panic like tests")]
 
 use std::io::{Read, Write};

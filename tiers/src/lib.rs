@@ -1,8 +1,8 @@
 //! Block identity, the pure core, and the tiers of kvtide.
 //!
 //! Start reading at [`block`] (what a block is), then `catalog` (what is decided, with no I/O),
-//! then `movement` (what carries decisions out). With default features off only [`block`]
-//! and the words of requests and answers in [`catalog`] are built, which is all that a client needs.
+//! then `movement` (what carries decisions out). With default features off only [`block`] and the
+//! words of requests and answers in [`catalog`] are built, which is all that a client needs.
 
 #![deny(unsafe_code)]
 

@@ -314,7 +314,10 @@ mod tests {
         #[test]
         fn overlap_is_found_exactly(
             blocks in 1u32..5,
-            planes in prop::collection::vec((0u64..60, 0u64..40, 1u32..4, 0u64..20, 1u64..10), 1..4),
+            planes in prop::collection::vec(
+                (0u64..60, 0u64..40, 1u32..4, 0u64..20, 1u64..10),
+                1..4,
+            ),
         ) {
             let planes: Vec<Plane> =
                 planes.into_iter().map(|(a, b, c, d, e)| plane(a, b, c, d, e)).collect();

@@ -1,8 +1,8 @@
 //! Who a block is: namespaces, their keys, and chained block keys.
 //!
-//! A block key is a BLAKE3 keyed hash over the parent's key and the block's tokens, under a key that
-//! belongs to one namespace of one tenant. Equal keys therefore mean: same tenant, same model, same
-//! layout, same salt, same tokens from position 0 on. Nothing here does I/O.
+//! A block key is a BLAKE3 keyed hash over the parent's key and the block's tokens, under a key
+//! that belongs to one namespace of one tenant. Equal keys therefore mean: same tenant, same model,
+//! same layout, same salt, same tokens from position 0 on. Nothing here does I/O.
 
 use std::fmt;
 
@@ -306,8 +306,8 @@ impl NamespaceKey {
         BlockKey(*hasher.finalize().as_bytes())
     }
 
-    /// The key of a block that the engine already names by a chained hash of its own (vLLM, SGLang).
-    /// The hash is mixed with the namespace key, never used bare.
+    /// The key of a block that the engine already names by a chained hash of its own (as vLLM and
+    /// SGLang do). The hash is mixed with the namespace key, never used bare.
     pub fn engine_block(&self, chained_hash: &[u8]) -> BlockKey {
         let mut hasher = blake3::Hasher::new_keyed(&self.0);
         hasher.update(&[CONTEXT_ENGINE]);

@@ -144,21 +144,9 @@ impl Node {
             None => None,
         };
         let mut catalog = Catalog::new(catalog_config(&config, bytes, opened.as_ref()));
-        for segment in opened.iter().flat_map(|opened| &opened.open.recovered) {
-            catalog.recover(segment.segment, segment.sequence, &segment.descriptors);
-        }
-        let recovered_blocks = opened
-            .iter_mut()
-            .flat_map(|opened| opened.open.recovered.drain(..))
-            .map(|segment| segment.descriptors.len() as u64)
-            .sum();
+        let recovered_blocks = recover(&mut catalog, opened.as_mut());
 
-        let shared = Arc::new(Shared {
-            arena: Arc::clone(&arena),
-            salt: random_u64(),
-            encoded: Mutex::default(),
-            store: Mutex::new(None),
-        });
+        let shared = shared_by_all(&arena);
         let (asks, ask_source) = bounded(REQUESTS_MAX);
         // As many signals as operations, sessions and regions may be under way: all are limited.
         let (signals, signal_source) = unbounded();
@@ -248,6 +236,26 @@ impl Node {
         };
         StopReport { clean }
     }
+}
+
+fn shared_by_all(arena: &Arc<Arena>) -> Arc<Shared> {
+    Arc::new(Shared {
+        arena: Arc::clone(arena),
+        salt: random_u64(),
+        encoded: Mutex::default(),
+        store: Mutex::new(None),
+    })
+}
+
+/// Tells the catalog what the store holds; answers how many blocks that is.
+fn recover(catalog: &mut Catalog, opened: Option<&mut OpenedNvme>) -> u64 {
+    let recovered = opened.into_iter().flat_map(|opened| opened.open.recovered.drain(..));
+    recovered
+        .map(|segment| {
+            catalog.recover(segment.segment, segment.sequence, &segment.descriptors);
+            segment.descriptors.len() as u64
+        })
+        .sum()
 }
 
 fn open_store(

@@ -1,8 +1,8 @@
 //! Where a block's bytes go in the host arena: slabs cut into equal slots, by size class.
 //!
-//! Pure bookkeeping. Invariants: a slab belongs to one class at most; a slot is free or owned by one
-//! block; an empty slab belongs to no class. A slot is its block's bytes rounded up to whole pages,
-//! so nothing is lost beyond that rounding and the tail of each slab.
+//! Pure bookkeeping. Invariants: a slab belongs to one class at most; a slot is free or owned by
+//! one block; an empty slab belongs to no class. A slot is its block's bytes rounded up to whole
+//! pages, so nothing is lost beyond that rounding and the tail of each slab.
 
 use std::collections::BTreeSet;
 
@@ -221,7 +221,9 @@ mod tests {
     proptest! {
         /// No two live slots share a byte, nothing lies outside, and all comes back.
         #[test]
-        fn slots_never_overlap(ops in prop::collection::vec((0u8..3, 0usize..5, 0usize..64), 0..300)) {
+        fn slots_never_overlap(
+            ops in prop::collection::vec((0u8..3, 0usize..5, 0usize..64), 0..300),
+        ) {
             let sizes = [4096u32, 5000, 8192, 65536, 1 << 20];
             let mut slots = Slots::new(8 << 20, 1 << 20);
             let mut live: HashMap<SlotId, u32> = HashMap::new();

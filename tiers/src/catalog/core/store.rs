@@ -38,8 +38,8 @@ impl Catalog {
             open.region = Some(region);
         }
         let generation = self.namespaces.get(&namespace).map_or(0, |info| info.generation);
-        // Root first, so that what finds no room is the tail; and used leaf first, so that leaves are
-        // colder than roots.
+        // Root first, so that what finds no room is the tail; and used leaf first, so that leaves
+        // are colder than roots.
         let mut full = false;
         for (at, block) in blocks.iter().enumerate() {
             let part = Part { ticket, at };

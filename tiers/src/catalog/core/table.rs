@@ -2,7 +2,8 @@
 //!
 //! Invariants: a block is in the map as long as it has a copy or children; a block without a copy
 //! (a ghost) stands in for a parent that is gone, so that its children are found again when it
-//! is stored again; `orphan` says that some ancestor is a ghost, so that no lookup reaches the block.
+//! is stored again; `orphan` says that some ancestor is a ghost, so that no lookup reaches the
+//! block.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::hash::{BuildHasher, Hasher};
@@ -286,7 +287,8 @@ impl BlockTable {
         index
     }
 
-    /// Hangs an entry that has no parent yet under one. A chain that would become a ring stays apart.
+    /// Hangs an entry that has no parent yet under one. A chain that would become a ring stays
+    /// apart.
     pub(crate) fn adopt(&mut self, parent: u32, index: u32) {
         let ring = || self.has_children(index) && self.ancestors(parent).any(|at| at == index);
         if parent == NIL || ring() {

@@ -44,12 +44,37 @@ struct ControlJob {
 
 /// What an operation in flight is for.
 enum Op {
-    Header { segment: u32, sequence: u64 },
-    Page { segment: u32, sequence: u64, erased: Vec<u32> },
-    Payload { op: u64, segment: u32, sequence: u64, index: u32, descriptor: Descriptor, bytes: u64 },
-    Read { op: u64, stored_bytes: u32, bytes: u64 },
-    EraseRead { segment: u32, batch: EraseBatch },
-    EraseWrite { segment: u32, batch: EraseBatch },
+    Header {
+        segment: u32,
+        sequence: u64,
+    },
+    Page {
+        segment: u32,
+        sequence: u64,
+        erased: Vec<u32>,
+    },
+    Payload {
+        op: u64,
+        segment: u32,
+        sequence: u64,
+        index: u32,
+        descriptor: Descriptor,
+        /// Of the transfer, whole pages.
+        bytes: u64,
+    },
+    Read {
+        op: u64,
+        stored_bytes: u32,
+        bytes: u64,
+    },
+    EraseRead {
+        segment: u32,
+        batch: EraseBatch,
+    },
+    EraseWrite {
+        segment: u32,
+        batch: EraseBatch,
+    },
 }
 
 struct Worker {

@@ -1,0 +1,126 @@
+//! `kvtide status`.
+
+use std::time::Duration;
+
+use kvtide_client::{StatsReply, StatusReport};
+use kvtide_tiers::catalog::{OfflineReason, TierUse};
+use serde::Serialize;
+
+use super::error::CliError;
+use super::out::Out;
+use super::remote::Remote;
+use super::table::{Align, Table, bytes, count, pairs, percent, span};
+
+#[derive(Serialize)]
+struct Status {
+    status: StatusReport,
+    stats: StatsReply,
+}
+
+pub(crate) fn run(remote: &Remote, out: Out) -> Result<(), CliError> {
+    let found = Status { status: remote.status()?, stats: remote.stats()? };
+    out.emit(&found, |found| text(&found.status, &found.stats))
+}
+
+fn text(status: &StatusReport, stats: &StatsReply) -> String {
+    let yes = |is| if is { "yes" } else { "no" };
+    let mut out = pairs(&[
+        ("kvtided", format!("{} (protocol {})", status.version, status.protocol)),
+        ("process", format!("{}, up {}", status.pid, span(Duration::from_secs(status.uptime_s)))),
+        ("socket", status.socket.clone()),
+        ("store", status.store.clone()),
+        ("you are", format!("tenant {}, operator: {}", status.tenant, yes(status.operator))),
+        ("draining", yes(status.draining).to_owned()),
+        ("sessions", count(status.sessions)),
+        ("tenants", list(&status.tenants)),
+        ("shared", list(&status.shared)),
+    ]);
+    let mut table = Table::new(&[
+        ("TIER", Align::Left),
+        ("CAPACITY", Align::Right),
+        ("USED", Align::Right),
+        ("BLOCKS", Align::Right),
+        ("HITS", Align::Right),
+        ("HOW", Align::Left),
+    ]);
+    let catalog = stats.catalog.as_ref();
+    table.row(["device", "-", "-", "-", "-", &status.device]);
+    let host = catalog.map(|catalog| &catalog.host);
+    table.row(tier_row("host", status.host_bytes, host, &status.host_pages));
+    let nvme = catalog.map(|catalog| &catalog.nvme);
+    table.row(tier_row("nvme", status.nvme_bytes, nvme, &status.nvme_io));
+    out.push('\n');
+    out.push_str(&table.render());
+    if !status.notes.is_empty() {
+        out.push_str("\nsaid at start:\n");
+        for note in &status.notes {
+            out.push_str(&format!("- {note}\n"));
+        }
+    }
+    out
+}
+
+fn list(names: &[String]) -> String {
+    if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+}
+
+fn tier_row(name: &str, capacity: u64, used: Option<&TierUse>, how: &str) -> Vec<String> {
+    let mut how = how.to_owned();
+    let Some(used) = used else {
+        let unknown = || "?".to_owned();
+        return vec![name.to_owned(), bytes(capacity), unknown(), unknown(), unknown(), how];
+    };
+    if let Some(reason) = used.offline {
+        how = format!("OFFLINE: {}", offline(reason));
+    }
+    vec![
+        name.to_owned(),
+        bytes(capacity),
+        format!("{} ({})", bytes(used.used_bytes), percent(used.used_bytes, capacity)),
+        count(used.blocks),
+        count(used.hits),
+        how,
+    ]
+}
+
+fn offline(reason: OfflineReason) -> &'static str {
+    match reason {
+        OfflineReason::Configured => "turned off by the configuration",
+        OfflineReason::TooManyFailures => "two segments failed; check the drive, then restart",
+        OfflineReason::DeviceGone => "the drive vanished or is read-only; check it, then restart",
+        _ => "for a reason that this program is too old to name",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvtide_tiers::catalog::CatalogStats;
+
+    #[test]
+    fn a_tier_that_is_off_says_why_and_what_to_do() {
+        let status = StatusReport {
+            version: "0.1.0".into(),
+            pid: 7,
+            uptime_s: 61,
+            host_bytes: 1 << 30,
+            notes: vec!["nvme: recovered 3 segments".into()],
+            ..StatusReport::default()
+        };
+        let mut catalog = CatalogStats::default();
+        catalog.nvme.offline = Some(OfflineReason::DeviceGone);
+        catalog.host.used_bytes = 1 << 29;
+        let stats = StatsReply { catalog: Some(catalog), ..StatsReply::default() };
+        let text = text(&status, &stats);
+        assert!(text.contains("OFFLINE: the drive vanished"), "{text}");
+        assert!(text.contains("50.0 %"), "{text}");
+        assert!(text.contains("7, up 1 min 01 s"), "{text}");
+        assert!(text.contains("- nvme: recovered 3 segments"), "{text}");
+    }
+
+    #[test]
+    fn who_is_no_operator_sees_capacities_but_no_use() {
+        let text = text(&StatusReport::default(), &StatsReply::default());
+        assert!(text.contains("host         0 B     ?"), "{text}");
+    }
+}
