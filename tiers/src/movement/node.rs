@@ -1,6 +1,6 @@
 //! Starting, using and stopping a node.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -87,8 +87,9 @@ struct Handle {
     limits: Limits,
     next_session: AtomicU64,
     next_region: AtomicU64,
-    /// Regions of each session.
-    sessions: Mutex<HashMap<SessionId, usize>>,
+    /// Regions of each session. Held while a session's or region's signal is sent, so that the
+    /// catalog's thread hears of a region before its session's end, and never after it.
+    sessions: Mutex<HashMap<SessionId, HashSet<RegionId>>>,
     arena: Arc<Arena>,
     copy_threads: usize,
     nvme: Option<NvmeFacts>,
@@ -385,13 +386,11 @@ impl NodeHandle {
     /// Too many sessions.
     pub fn open_session(&self, tenant: TenantId, notify: Notify) -> Result<SessionId, Limit> {
         let session = SessionId(1 + self.0.next_session.fetch_add(1, Ordering::Relaxed));
-        {
-            let mut sessions = self.0.sessions.lock().unwrap_or_else(PoisonError::into_inner);
-            if sessions.len() >= self.0.limits.sessions {
-                return Err(Limit::Requests);
-            }
-            sessions.insert(session, 0);
+        let mut sessions = self.0.sessions.lock().unwrap_or_else(PoisonError::into_inner);
+        if sessions.len() >= self.0.limits.sessions {
+            return Err(Limit::Requests);
         }
+        sessions.insert(session, HashSet::new());
         self.signal(Signal::OpenSession { session, tenant, notify });
         Ok(session)
     }
@@ -400,7 +399,6 @@ impl NodeHandle {
     pub fn close_session(&self, session: SessionId) {
         let mut sessions = self.0.sessions.lock().unwrap_or_else(PoisonError::into_inner);
         if sessions.remove(&session).is_some() {
-            drop(sessions);
             self.signal(Signal::CloseSession { session });
         }
     }
@@ -410,27 +408,24 @@ impl NodeHandle {
     /// # Errors
     /// Too many regions, or the session is gone.
     pub fn register_region(&self, session: SessionId, memory: Region) -> Result<RegionId, Limit> {
-        {
-            let mut sessions = self.0.sessions.lock().unwrap_or_else(PoisonError::into_inner);
-            let count = sessions.get_mut(&session).ok_or(Limit::Requests)?;
-            if *count >= self.0.limits.regions_per_session {
-                return Err(Limit::Requests);
-            }
-            *count += 1;
+        let mut sessions = self.0.sessions.lock().unwrap_or_else(PoisonError::into_inner);
+        let regions = sessions.get_mut(&session).ok_or(Limit::Requests)?;
+        if regions.len() >= self.0.limits.regions_per_session {
+            return Err(Limit::Requests);
         }
         let region = RegionId(1 + self.0.next_region.fetch_add(1, Ordering::Relaxed));
+        regions.insert(region);
         self.signal(Signal::OpenRegion { session, region, memory: Arc::new(memory) });
         Ok(region)
     }
 
-    /// Ends a region of a session. Copies under way finish first.
+    /// Ends a region of a session; nothing happens when it has no such region. Copies under way
+    /// finish first.
     pub fn unregister_region(&self, session: SessionId, region: RegionId) {
         let mut sessions = self.0.sessions.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(count) = sessions.get_mut(&session) {
-            *count = count.saturating_sub(1);
+        if sessions.get_mut(&session).is_some_and(|regions| regions.remove(&region)) {
+            self.signal(Signal::CloseRegion { session, region });
         }
-        drop(sessions);
-        self.signal(Signal::CloseRegion { session, region });
     }
 
     /// Asks the catalog. `answer` is called exactly once, at once with `Busy` when too many
