@@ -12,9 +12,13 @@ use std::{
 
 use anyhow::{Context, bail};
 use kvtide_client::{ClientConfig, blocking::Client};
+use kvtide_tiers::block::Sum128;
 
 /// Longest time that a start may take: a store of some gigabytes is preallocated and read.
 const START_MAX: Duration = Duration::from_secs(60);
+
+/// Longest path of a socket that every system takes.
+const SOCKET_BYTES_MAX: usize = 100;
 
 /// Longest time that a clean stop may take.
 const STOP_MAX: Duration = Duration::from_secs(30);
@@ -37,9 +41,15 @@ pub struct DaemonSpec {
 }
 
 impl DaemonSpec {
-    /// Where the daemon listens.
+    /// Where the daemon listens: in its folder, unless that makes the path too long for a socket.
     pub fn socket(&self) -> PathBuf {
-        self.folder.join("kvtide.sock")
+        let socket = self.folder.join("kvtide.sock");
+        if socket.as_os_str().len() <= SOCKET_BYTES_MAX {
+            return socket;
+        }
+        let sum = Sum128::of(self.folder.as_os_str().as_encoded_bytes());
+        let name = format!("kvtide-bench-{:016x}", u128::from_le_bytes(sum.0) as u64);
+        std::env::temp_dir().join(name).join("kvtide.sock")
     }
 
     fn log(&self) -> PathBuf {
@@ -81,6 +91,10 @@ impl Daemon {
     pub fn start(spec: DaemonSpec) -> anyhow::Result<(Daemon, Duration)> {
         std::fs::create_dir_all(&spec.folder)
             .with_context(|| format!("cannot make the folder {}", spec.folder.display()))?;
+        if let Some(folder) = spec.socket().parent() {
+            std::fs::create_dir_all(folder)
+                .with_context(|| format!("cannot make the folder {}", folder.display()))?;
+        }
         let child = spawn(&spec)?;
         let mut daemon = Daemon { spec, child, cpu_before: 0.0 };
         let took = daemon.wait_until_it_answers()?;
@@ -192,6 +206,11 @@ impl Drop for Daemon {
         // An error means that it has ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
+        // Only when it is not within the daemon's folder.
+        let socket = self.spec.socket();
+        if let Some(folder) = socket.parent().filter(|folder| *folder != self.spec.folder) {
+            let _ = std::fs::remove_dir_all(folder);
+        }
     }
 }
 

@@ -33,7 +33,7 @@ fn main() -> ExitCode {
     let mut args = std::env::args_os().skip(1);
     if args.next().is_some_and(|arg| arg == "__daemon") {
         kvtide_bench::daemon::end_with_parent();
-        return ExitCode::FAILURE;
+        return kvtide_daemon::run_daemon(args);
     }
     let result = match Cli::parse().command {
         Command::Replay(args) => replay::run(&args),

@@ -58,17 +58,9 @@ impl Drop for Scratch {
     }
 }
 
-/// Socket paths are limited to about 100 bytes, so a deep `target` gives way to the system's
-/// folder for temporary files, unless that is memory.
 fn base() -> PathBuf {
     if let Some(folder) = std::env::var_os("TMPDIR").filter(|value| !value.is_empty()) {
         return folder.into();
     }
-    let temporary = std::env::temp_dir();
-    match std::env::current_dir() {
-        Ok(here) if here.as_os_str().len() < 50 || crate::process::file_system(&temporary).1 => {
-            here.join("target")
-        }
-        _ => temporary,
-    }
+    std::env::current_dir().map_or_else(|_| std::env::temp_dir(), |here| here.join("target"))
 }

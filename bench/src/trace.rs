@@ -89,7 +89,10 @@ pub enum TraceError {
         found: String,
     },
     /// The file has no request.
-    #[error("{}: the trace has no lines; expected Mooncake JSON lines or kvtrace CSV", path.display())]
+    #[error(
+        "{}: the trace has no lines; expected Mooncake JSON lines or kvtrace CSV",
+        path.display()
+    )]
     Empty {
         /// The file.
         path: PathBuf,
@@ -428,7 +431,8 @@ mod tests {
     }
 
     const MOONCAKE: &str = "\
-        {\"timestamp\": 0, \"input_length\": 1030, \"output_length\": 5, \"hash_ids\": [7, 9, 11]}\n\
+        {\"timestamp\": 0, \"input_length\": 1030, \"output_length\": 5, \
+        \"hash_ids\": [7, 9, 11]}\n\
         \n\
         {\"timestamp\": 27, \"input_length\": 600, \"output_length\": 5, \"hash_ids\": [7, 9]}";
     const KVTRACE: &str =

@@ -8,9 +8,9 @@
 //!                     | token 16 | fd number u64 | limits 6 x u32 | 0 u64, then the text
 //! ```
 //! Numbers are little-endian. The sizes stay the same in every version, so that both sides can name
-//! a version they do not speak. A session's answer carries the eventfd that counts ended tickets; an
-//! attach hello carries the descriptor to attach, and its answer the number under which the session
-//! finds it. The token keeps one client from attaching to another's session.
+//! a version they do not speak. A session's answer carries the eventfd that counts ended tickets.
+//! An attach hello carries the descriptor to attach, and its answer the number under which the
+//! session finds it. The token keeps one client from attaching to another's session.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;

@@ -1,8 +1,8 @@
 //! kvtided: wiring, service and admin endpoint of the daemon that keeps KV cache blocks.
 //!
-//! Start reading at [`run_daemon`]. tokio serves calls and the admin endpoint here, and does nothing
-//! else: what is decided about blocks is decided by the catalog, what is copied is copied by the
-//! node, both in `kvtide_tiers`.
+//! Start reading at [`run_daemon`]. tokio serves calls and the admin endpoint here, and does
+//! nothing else: what is decided about blocks is decided by the catalog, what is copied is copied
+//! by the node, both in `kvtide_tiers`.
 
 #![forbid(unsafe_code)]
 

@@ -25,6 +25,7 @@ use clap::Args;
 
 pub use kill::Kill;
 pub use totals::Totals;
+pub(crate) use totals::histogram;
 pub(crate) use worker::bench_namespace;
 pub use worker::{WorkerArgs, run_worker};
 
@@ -136,7 +137,7 @@ pub fn replay(args: &ReplayArgs) -> anyhow::Result<Totals> {
     }
     let workers: Vec<Worker> =
         (0..args.clients).map(|at| Worker::start(args, &daemon, at)).collect::<Result<_, _>>()?;
-    let mut totals = Totals::new(args.block_bytes, start);
+    let mut totals = Totals::new(args.block_bytes, start, scratch.kind());
     coordinate(args, &mut daemon, source, workers, &mut totals)?;
     totals.daemon_memory = crate::process::memory(daemon.pid()).unwrap_or_default();
     totals.ask_daemon(&daemon);
@@ -193,9 +194,13 @@ fn coordinate(
                 && Instant::now() >= at
                 && running > 0
             {
-                match kill::kill_once(daemon, &gate, started, totals.kills.len().is_multiple_of(2))
-                {
-                    Ok(kill) => totals.kills.push(kill),
+                match kill::kill_once(
+                    daemon,
+                    &gate,
+                    started,
+                    totals.kills().len().is_multiple_of(2),
+                ) {
+                    Ok((kill, stats)) => totals.add_kill(kill, stats),
                     Err(error) => result = Err(error),
                 }
                 next_kill = Some(Instant::now() + every);

@@ -8,6 +8,7 @@ use std::{
 use hdrhistogram::Histogram;
 use kvtide_client::{ClientConfig, blocking::Client};
 use kvtide_tiers::catalog::CatalogStats;
+use serde::Serialize;
 use serde_json::json;
 
 use super::{kill::Kill, wire::Done};
@@ -28,6 +29,7 @@ pub struct Totals {
     summary: Summary,
     block_bytes: u64,
     start: Duration,
+    file_system: String,
     missed: BTreeMap<String, u64>,
     not_stored: BTreeMap<String, u64>,
     stored: [u64; 2],
@@ -38,26 +40,38 @@ pub struct Totals {
     lookup: Histogram<u64>,
     load: Histogram<u64>,
     store: Histogram<u64>,
-    /// The kills.
-    pub(super) kills: Vec<Kill>,
+    kills: Vec<Kill>,
     pub(super) client_cpu_s: f64,
     pub(super) daemon_cpu_s: f64,
     pub(super) daemon_memory: Memory,
     pub(super) stop_ms: u64,
-    catalog: Option<CatalogStats>,
+    /// The daemon's counters at the end of each of its lives.
+    lives: Vec<CatalogStats>,
     status: Vec<String>,
 }
 
-fn histogram() -> Histogram<u64> {
-    Histogram::new(3).expect("3 digits are allowed")
+/// Counters of the daemon, over all of its lives.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+struct DaemonCounts {
+    written: u64,
+    reclaimed: u64,
+    corrupt: u64,
+    read_failures: u64,
+    write_failures: u64,
+}
+
+/// One microsecond to an hour; what lies outside counts as the nearest.
+pub(crate) fn histogram() -> Histogram<u64> {
+    Histogram::new_with_bounds(1, 3_600_000_000, 3).expect("the bounds are in order")
 }
 
 impl Totals {
-    pub(super) fn new(block_bytes: u64, start: Duration) -> Totals {
+    pub(super) fn new(block_bytes: u64, start: Duration, file_system: &str) -> Totals {
         Totals {
             summary: Summary::default(),
             block_bytes,
             start,
+            file_system: file_system.to_owned(),
             missed: BTreeMap::new(),
             not_stored: BTreeMap::new(),
             stored: [0; 2],
@@ -72,9 +86,15 @@ impl Totals {
             daemon_cpu_s: 0.0,
             daemon_memory: Memory::default(),
             stop_ms: 0,
-            catalog: None,
+            lives: Vec::new(),
             status: Vec::new(),
         }
+    }
+
+    /// A kill, and the daemon's counters just before it.
+    pub(super) fn add_kill(&mut self, kill: Kill, stats: CatalogStats) {
+        self.kills.push(kill);
+        self.lives.push(stats);
     }
 
     /// The agreed fields.
@@ -128,7 +148,7 @@ impl Totals {
             (&mut self.store, done.store_us),
         ];
         for (histogram, times) in each {
-            times.into_iter().for_each(|us| histogram.saturating_record(us.max(1)));
+            times.into_iter().for_each(|us| histogram.saturating_record(us));
         }
     }
 
@@ -151,7 +171,7 @@ impl Totals {
     /// The daemon's own counters, at the end.
     pub(super) fn ask_daemon(&mut self, daemon: &Daemon) {
         let Ok(client) = Client::connect(ClientConfig::new(daemon.spec().socket())) else { return };
-        self.catalog = client.stats().ok().and_then(|stats| stats.catalog);
+        self.lives.extend(client.stats().ok().and_then(|stats| stats.catalog));
         if let Ok(status) = client.status() {
             self.status = vec![status.host_pages, status.nvme_io];
         }
@@ -177,10 +197,25 @@ impl Totals {
         self.blocks_stored() * self.block_bytes
     }
 
-    fn found(&self) -> (u64, u64, u64) {
-        self.kills.iter().fold((0, 0, 0), |(found, expected, reclaimed), kill| {
-            (found + kill.found, expected + kill.expected, reclaimed + kill.reclaimed)
+    fn daemon_counts(&self) -> DaemonCounts {
+        self.lives.iter().fold(DaemonCounts::default(), |sum, life| DaemonCounts {
+            written: sum.written + life.nvme.bytes_in,
+            reclaimed: sum.reclaimed + life.segments_reclaimed,
+            corrupt: sum.corrupt + life.corrupt,
+            read_failures: sum.read_failures + life.read_failures,
+            write_failures: sum.write_failures + life.write_failures,
         })
+    }
+
+    /// Over all kills: blocks found again, expected, and reclaimed before and after the restart.
+    fn found(&self) -> (u64, u64, u64, u64) {
+        let sum = |of: fn(&Kill) -> u64| self.kills.iter().map(of).sum();
+        (
+            sum(|kill| kill.found),
+            sum(|kill| kill.expected),
+            sum(|kill| kill.reclaimed),
+            sum(|kill| kill.reclaimed_after),
+        )
     }
 
     fn per_gib(&self, seconds: f64) -> f64 {
@@ -220,13 +255,12 @@ impl Totals {
             count(&mut table, &format!("  not stored: {reason}"), *blocks, String::new());
         }
         count(&mut table, "stores tried again (busy)", self.busy, String::new());
-        if let Some(catalog) = &self.catalog {
-            count(&mut table, "nvme written", catalog.nvme.bytes_in >> 20, "MiB".into());
-            count(&mut table, "segments reclaimed", catalog.segments_reclaimed, String::new());
-            count(&mut table, "corrupt blocks dropped", catalog.corrupt, String::new());
-            let failed = catalog.read_failures + catalog.write_failures;
-            count(&mut table, "device operations failed", failed, String::new());
-        }
+        let daemon = self.daemon_counts();
+        count(&mut table, "bytes written to nvme", daemon.written, show_bytes(daemon.written));
+        count(&mut table, "segments reclaimed", daemon.reclaimed, String::new());
+        count(&mut table, "corrupt blocks dropped", daemon.corrupt, String::new());
+        count(&mut table, "nvme reads failed", daemon.read_failures, String::new());
+        count(&mut table, "nvme writes failed", daemon.write_failures, String::new());
         table.row([""]);
         table.row(["latency", "p50", "p90", "p99", "p99.9", "max", "calls"]);
         let each = [("lookup", &self.lookup), ("load", &self.load), ("store", &self.store)];
@@ -264,7 +298,16 @@ impl Totals {
             return;
         }
         table.row([""]);
-        table.row(["kill", "at", "found again", "of", "part", "reclaimed", "recovery"]);
+        table.row([
+            "kill",
+            "at",
+            "found again",
+            "of",
+            "part",
+            "reclaimed",
+            "and after",
+            "recovery",
+        ]);
         for (kill, number) in self.kills.iter().zip(1..) {
             let how = if kill.at_rest { "at rest" } else { "in mid-flight" };
             table.row([
@@ -274,19 +317,19 @@ impl Totals {
                 show_count(kill.expected),
                 show_ratio(kill.found, kill.expected),
                 show_count(kill.reclaimed),
+                show_count(kill.reclaimed_after),
                 format!("{} ms", kill.recovery_ms),
             ]);
         }
-        let (found, expected, reclaimed) = self.found();
-        let part = show_ratio(found, expected);
-        let (found, expected) = (show_count(found), show_count(expected));
+        let (found, expected, reclaimed, after) = self.found();
         table.row([
             "all kills".into(),
             String::new(),
-            found,
-            expected,
-            part,
+            show_count(found),
+            show_count(expected),
+            show_ratio(found, expected),
             show_count(reclaimed),
+            show_count(after),
         ]);
     }
 
@@ -302,7 +345,7 @@ impl Totals {
                 "calls": histogram.len(),
             })
         };
-        let (found, expected, reclaimed) = self.found();
+        let (found, expected, reclaimed, reclaimed_after) = self.found();
         let [stored, present] = self.stored;
         let blocks = self.summary.blocks().max(1) as f64;
         let mut object = json!(self.summary);
@@ -325,12 +368,15 @@ impl Totals {
             "client_cpu_s_per_gib": self.per_gib(self.client_cpu_s),
             "daemon_start_ms": self.start.as_millis() as u64,
             "daemon_stop_ms": self.stop_ms,
+            "file_system": self.file_system,
             "daemon_io": self.status,
-            "catalog": self.catalog,
+            "daemon": self.daemon_counts(),
+            "catalog": self.lives.last(),
             "kills": self.kills,
             "kills_found": found,
             "kills_expected": expected,
             "kills_reclaimed": reclaimed,
+            "kills_reclaimed_after": reclaimed_after,
             "words": self.words,
         });
         if let (Some(object), serde_json::Value::Object(more)) = (object.as_object_mut(), more) {

@@ -11,10 +11,11 @@ use std::{
 use anyhow::Context;
 use clap::Args;
 use kvtide_client::{
-    BlockKey, ClientConfig, ClientError, ElementType, KvLayout, LoadBlock, Lookup, Model,
-    Namespace, NamespaceHandle, NamespaceSpec, Outcome, RankScope, RegionHandle, RegionLayout,
-    RejectReason, StoreBlock, Ticket, Tier, blocking::Client,
+    BlockKey, CallError, ClientConfig, ClientError, ElementType, KvLayout, LoadBlock, Lookup,
+    Model, Namespace, NamespaceHandle, NamespaceSpec, Outcome, RankScope, RegionHandle,
+    RegionLayout, RejectReason, StoreBlock, Ticket, Tier, blocking::Client,
 };
+use kvtide_tiers::catalog::Limit;
 
 use super::wire::{Done, Job};
 use crate::payload::Payload;
@@ -141,8 +142,8 @@ impl Worker {
         done
     }
 
-    /// The keys of a path. Each number of a trace stands for a whole prefix already; the chain makes
-    /// the key depend on it in kvtide's own way, and the pass keeps repetitions apart.
+    /// The keys of a path. Each number of a trace stands for a whole prefix already; the chain
+    /// makes the key depend on it in kvtide's own way, and the pass keeps repetitions apart.
     fn blocks(&self, job: &Job) -> Vec<Block> {
         let extras = if job.pass == 0 { Vec::new() } else { job.pass.to_le_bytes().to_vec() };
         let mut parent = BlockKey::ROOT;
@@ -159,9 +160,18 @@ impl Worker {
     /// Looks up the path and loads what is there; says for each block found whether it came.
     fn load(&mut self, blocks: &[Block], done: &mut Done) -> Vec<bool> {
         let keys: Vec<BlockKey> = blocks.iter().map(|block| block.key).collect();
-        let started = Instant::now();
-        let found = self.client.try_lookup(&[(&self.namespace, &keys)], LEASE);
-        done.lookup_us.push(micros(started));
+        // A path that is too long for one lease is looked up in part.
+        let mut asked = keys.len();
+        let found = loop {
+            let started = Instant::now();
+            let keys = keys.get(..asked).unwrap_or(&keys);
+            let found = self.client.try_lookup(&[(&self.namespace, keys)], LEASE);
+            done.lookup_us.push(micros(started));
+            match found {
+                Err(ClientError::Call(CallError::Busy(Limit::Pins))) if asked > 1 => asked /= 2,
+                found => break found,
+            }
+        };
         let hit = match found {
             Ok(Lookup::Hit(hit)) => hit,
             Ok(Lookup::Miss) => {
@@ -174,7 +184,8 @@ impl Worker {
                 return Vec::new();
             }
         };
-        missed(done, "not found", blocks.len().saturating_sub(hit.blocks));
+        missed(done, "not found", asked.saturating_sub(hit.blocks));
+        missed(done, "too many for one lease", blocks.len().saturating_sub(asked));
         let Some(lease) = hit.lease else {
             missed(done, "no lease", hit.blocks);
             return Vec::new();
@@ -318,7 +329,7 @@ impl Worker {
             | ClientError::Deadline { .. }
             | ClientError::BreakerOpen { .. }
             | ClientError::Disconnected => done.away += 1,
-            ClientError::Call(kvtide_client::CallError::Busy(_)) => {}
+            ClientError::Call(CallError::Busy(_)) => {}
             other => {
                 done.failures += 1;
                 done.say(format!("{what}: {other}"));

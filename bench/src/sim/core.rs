@@ -6,9 +6,9 @@ use anyhow::{Context, bail, ensure};
 use kvtide_tiers::{
     block::{BlockKey, Codec, ElementType, NamespaceId, Sum128},
     catalog::{
-        Action, AskId, Catalog, CatalogConfig, CatalogStats, Event, LeaseId, Limits, LoadBlock,
-        NamespaceInfo, NvmeShape, Outcome, Policy, PrefixQuery, RegionId, Reply, Request,
-        SessionId, StoreBlock, TenantId, Tier, Timestamp,
+        Action, AskId, Catalog, CatalogConfig, CatalogStats, Event, LeaseId, Limit, Limits,
+        LoadBlock, NamespaceInfo, NvmeShape, Outcome, Policy, PrefixQuery, RegionId, Reply,
+        Request, SessionId, StoreBlock, TenantId, Tier, Timestamp,
     },
     movement::{NodeConfig, NvmeConfig},
 };
@@ -170,10 +170,17 @@ impl Core {
 
     /// Looks up a path with a lease and loads what is there.
     pub(super) fn load(&mut self, keys: &[BlockKey]) -> anyhow::Result<Loaded> {
-        let prefixes = vec![PrefixQuery { namespace: NAMESPACE, keys: keys.to_vec() }];
-        let found = match self.ask(Request::Lookup { prefixes, lease_ms: 60_000 })? {
-            Reply::Lookup(found) => found,
-            other => bail!("a lookup was answered with {other:?}"),
+        // As in `replay`: a path that is too long for one lease is looked up in part.
+        let mut asked = keys;
+        let found = loop {
+            let prefixes = vec![PrefixQuery { namespace: NAMESPACE, keys: asked.to_vec() }];
+            match self.answer(Request::Lookup { prefixes, lease_ms: 60_000 })? {
+                Reply::Lookup(found) => break found,
+                Reply::Busy(Limit::Pins) if asked.len() > 1 => {
+                    asked = asked.split_at(asked.len() / 2).0;
+                }
+                other => bail!("a lookup was answered with {other:?}"),
+            }
         };
         let mut loaded = Loaded::default();
         let Some(lease) = found.lease else { return Ok(loaded) };
@@ -259,16 +266,20 @@ impl Core {
     }
 
     fn ask(&mut self, request: Request) -> anyhow::Result<Reply> {
+        match self.answer(request)? {
+            Reply::Busy(limit) => bail!("the core is busy: {limit:?}"),
+            Reply::Refused(refusal) => bail!("the core refused: {refusal:?}"),
+            reply => Ok(reply),
+        }
+    }
+
+    fn answer(&mut self, request: Request) -> anyhow::Result<Reply> {
         self.next_ask += 1;
         self.reply = None;
         let ask = AskId(self.next_ask);
         self.events.push_back(Event::Asked { ask, session: SESSION, request });
         self.run();
-        match self.reply.take().context("a request was not answered")? {
-            Reply::Busy(limit) => bail!("the core is busy: {limit:?}"),
-            Reply::Refused(refusal) => bail!("the core refused: {refusal:?}"),
-            reply => Ok(reply),
-        }
+        self.reply.take().context("a request was not answered")
     }
 
     fn run(&mut self) {

@@ -10,6 +10,7 @@ use super::Sizes;
 use crate::{
     payload::Payload,
     process::own_seconds,
+    replay::histogram,
     report::{Summary, Table},
     units::{show_count, show_micros},
 };
@@ -177,9 +178,9 @@ impl Measures {
     }
 
     fn calls(&self, kind: Kind) -> Histogram<u64> {
-        let mut histogram = Histogram::new(3).expect("3 digits are allowed");
+        let mut histogram = histogram();
         for call in self.of(kind).iter().flat_map(|round| &round.calls) {
-            histogram.saturating_record(u64::try_from(call.as_micros()).unwrap_or(u64::MAX).max(1));
+            histogram.saturating_record(u64::try_from(call.as_micros()).unwrap_or(u64::MAX));
         }
         histogram
     }

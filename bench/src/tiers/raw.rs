@@ -36,6 +36,22 @@ pub(super) struct Raw {
     blocks: usize,
     block_bytes: u32,
     path: PathBuf,
+    direct: bool,
+}
+
+/// Past the page cache where the file system can; says whether.
+fn open_direct(path: &Path) -> anyhow::Result<(File, bool)> {
+    let mut options = File::options();
+    options.read(true).write(true).create(true).truncate(false);
+    let direct = i32::try_from(rustix::fs::OFlags::DIRECT.bits())?;
+    match options.clone().custom_flags(direct).open(path) {
+        Ok(file) => Ok((file, true)),
+        Err(error) if error.kind() == std::io::ErrorKind::InvalidInput => {
+            let file = options.open(path);
+            Ok((file.with_context(|| format!("cannot open {}", path.display()))?, false))
+        }
+        Err(error) => Err(error).with_context(|| format!("cannot open {}", path.display())),
+    }
 }
 
 impl Raw {
@@ -43,15 +59,7 @@ impl Raw {
         let path = folder.join("raw-ring.bin");
         let bytes = sizes.block_bytes * sizes.nvme_blocks as u64;
         let block_bytes = u32::try_from(sizes.block_bytes)?;
-        let direct = rustix::fs::OFlags::DIRECT.bits();
-        let file = File::options()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .custom_flags(i32::try_from(direct)?)
-            .open(&path)
-            .with_context(|| format!("cannot open {} for direct I/O", path.display()))?;
+        let (file, direct) = open_direct(&path)?;
         rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, bytes)
             .with_context(|| format!("no room for {bytes} bytes in {}", path.display()))?;
         let slab_bytes = block_bytes.next_multiple_of(2 << 20);
@@ -74,8 +82,8 @@ impl Raw {
             queue_depth: DEPTH,
         };
         let device = open_device(open, &status)?;
-        let mut raw =
-            Raw { device, arena, status, slots, blocks: sizes.nvme_blocks, block_bytes, path };
+        let blocks = sizes.nvme_blocks;
+        let mut raw = Raw { device, arena, status, slots, blocks, block_bytes, path, direct };
         // Blocks of a file that were never written are slower to write, and the store's are not.
         raw.transfer(u32::MAX, true, &mut Measures::new(sizes.block_bytes))?;
         Ok(raw)
@@ -87,7 +95,8 @@ impl Raw {
 
     pub(super) fn ring(&self) -> String {
         let report = self.status.report();
-        format!("{:?}, {} bytes of fixed buffers", report.kind, report.fixed_bytes)
+        let how = if self.direct { "past the page cache" } else { "THROUGH THE PAGE CACHE" };
+        format!("{:?} {how}, {} bytes of fixed buffers", report.kind, report.fixed_bytes)
     }
 
     pub(super) fn round(&mut self, round: u32, measures: &mut Measures) -> anyhow::Result<()> {

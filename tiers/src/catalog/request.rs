@@ -256,6 +256,10 @@ pub enum Limit {
     Pins,
     /// The catalog's inbox.
     Requests,
+    /// Sessions.
+    Sessions,
+    /// Regions of this session.
+    Regions,
     /// The daemon is draining.
     Draining,
 }

@@ -388,7 +388,7 @@ impl NodeHandle {
         let session = SessionId(1 + self.0.next_session.fetch_add(1, Ordering::Relaxed));
         let mut sessions = self.0.sessions.lock().unwrap_or_else(PoisonError::into_inner);
         if sessions.len() >= self.0.limits.sessions {
-            return Err(Limit::Requests);
+            return Err(Limit::Sessions);
         }
         sessions.insert(session, HashSet::new());
         self.signal(Signal::OpenSession { session, tenant, notify });
@@ -409,9 +409,9 @@ impl NodeHandle {
     /// Too many regions, or the session is gone.
     pub fn register_region(&self, session: SessionId, memory: Region) -> Result<RegionId, Limit> {
         let mut sessions = self.0.sessions.lock().unwrap_or_else(PoisonError::into_inner);
-        let regions = sessions.get_mut(&session).ok_or(Limit::Requests)?;
+        let regions = sessions.get_mut(&session).ok_or(Limit::Sessions)?;
         if regions.len() >= self.0.limits.regions_per_session {
-            return Err(Limit::Requests);
+            return Err(Limit::Regions);
         }
         let region = RegionId(1 + self.0.next_region.fetch_add(1, Ordering::Relaxed));
         regions.insert(region);

@@ -1,0 +1,333 @@
+//! The real daemon over its real socket: hellos, hostile clients, signals, and what a client sees
+//! when the daemon goes away and comes back.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests may panic like tests")]
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use kvtide_client::blocking::Client;
+use kvtide_client::hello::{Hello, HelloKind, HelloRefusal, encode_hello};
+use kvtide_client::{
+    ClientConfig, ClientError, ElementType, ForgetWhat, Inspect, KvLayout, Lookup, Model,
+    Namespace, NamespaceSpec, Outcome, RankScope, RegionLayout, Tier,
+};
+
+const BLOCK: usize = 64 << 10;
+const SECOND: Duration = Duration::from_secs(1);
+
+struct Daemon {
+    child: Option<Child>,
+    folder: tempfile::TempDir,
+    extra: Vec<String>,
+}
+
+impl Daemon {
+    fn start(extra: &[&str]) -> Daemon {
+        let folder = tempfile::tempdir().unwrap();
+        let extra = extra.iter().map(|arg| (*arg).to_owned()).collect();
+        let mut daemon = Daemon { child: None, folder, extra };
+        daemon.restart();
+        daemon
+    }
+
+    fn command(&self) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvtided"));
+        command
+            .arg("--socket")
+            .arg(self.socket())
+            .arg("--store")
+            .arg(self.folder.path().join("store"))
+            .args(["--host-bytes", "16MiB", "--nvme-bytes", "32MiB", "--metrics", "off"])
+            .args(&self.extra)
+            .stderr(Stdio::null());
+        command
+    }
+
+    fn restart(&mut self) {
+        self.child = Some(self.command().spawn().unwrap());
+        let until = Instant::now() + 20 * SECOND;
+        while Client::connect(self.config()).is_err() {
+            assert!(Instant::now() < until, "the daemon does not serve");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn signal(&mut self, signal: rustix::process::Signal) {
+        let pid = rustix::process::Pid::from_child(self.child.as_ref().unwrap());
+        rustix::process::kill_process(pid, signal).unwrap();
+    }
+
+    fn wait(&mut self) -> Option<i32> {
+        self.child.take().unwrap().wait().unwrap().code()
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.folder.path().join("k.sock")
+    }
+
+    fn config(&self) -> ClientConfig {
+        ClientConfig { name: "test".into(), ..ClientConfig::new(self.socket()) }
+    }
+
+    fn client(&self) -> Client {
+        Client::connect(self.config()).unwrap()
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+fn spec(weights: &str) -> NamespaceSpec {
+    NamespaceSpec::own(Namespace {
+        model: Model { weights: weights.into(), revision: String::new(), adapter: String::new() },
+        layout: KvLayout {
+            layers: 1,
+            kv_heads: 1,
+            head_dim: 1,
+            element: ElementType::Opaque,
+            tokens_per_block: 4,
+            kv_group: 0,
+            ranks: RankScope::Rank { rank: 0, world: 1 },
+            page_layout_version: 1,
+        },
+        salt: String::new(),
+    })
+}
+
+fn bytes(place: u32) -> Vec<u8> {
+    (0..BLOCK).map(|at| (at as u32).wrapping_mul(place + 7).to_le_bytes()[1]).collect()
+}
+
+/// A raw session: its hello is answered, frames can follow.
+fn raw_session(daemon: &Daemon) -> UnixStream {
+    let mut stream = UnixStream::connect(daemon.socket()).unwrap();
+    stream.set_read_timeout(Some(5 * SECOND)).unwrap();
+    stream.write_all(&encode_hello(&Hello::new(HelloKind::Session, "raw"))).unwrap();
+    let mut answer = [0; 80];
+    stream.read_exact(&mut answer).unwrap();
+    assert_eq!(answer[10..12], [0, 0], "welcome");
+    stream
+}
+
+fn closed(stream: &mut UnixStream) -> bool {
+    let mut rest = Vec::new();
+    match stream.read_to_end(&mut rest) {
+        Ok(_) => true,
+        Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
+    }
+}
+
+fn bad_frames(client: &Client) -> u64 {
+    client.stats().unwrap().service.expect("an operator").frames_bad
+}
+
+#[test]
+fn blocks_survive_a_kill_and_handles_stay_valid() {
+    let mut daemon = Daemon::start(&[]);
+    let client = daemon.client();
+    let namespace = client.open_namespace(&spec("a")).unwrap();
+    let region = client.create_region(RegionLayout::opaque(16, BLOCK as u64)).unwrap();
+    let keys = namespace.chain(&(0..32).collect::<Vec<u32>>());
+    assert_eq!(client.lookup(&[(&namespace, &keys)], SECOND).blocks(), 0);
+    let places: Vec<u32> = (0..8).collect();
+    for place in &places {
+        region.write_block(*place, &bytes(*place)).unwrap();
+    }
+    let stored = client.store_prefix(&namespace, 5, &region, &keys, &places, 5 * SECOND);
+    assert_eq!(stored, vec![Outcome::Stored; 8]);
+    let again = client.store_prefix(&namespace, 5, &region, &keys, &places, 5 * SECOND);
+    assert_eq!(again, vec![Outcome::Present; 8]);
+    let other: Vec<u32> = (8..16).collect();
+    let loaded = client.load_prefix(&namespace, &region, &keys, &other, 5 * SECOND);
+    assert_eq!(loaded.outcomes, vec![Outcome::Loaded(Tier::Host); 8]);
+    let drained = client.drain(10 * SECOND).unwrap();
+    assert_eq!(drained.blocks_lost, 0);
+    std::thread::sleep(Duration::from_millis(300));
+
+    daemon.signal(rustix::process::Signal::KILL);
+    daemon.wait();
+    let start = Instant::now();
+    assert!(matches!(client.lookup(&[(&namespace, &keys)], SECOND), Lookup::Miss));
+    assert!(start.elapsed() < SECOND, "a miss without a daemon takes {:?}", start.elapsed());
+
+    daemon.restart();
+    let until = Instant::now() + 10 * SECOND;
+    while !client.is_connected() {
+        assert!(Instant::now() < until, "the client does not reconnect");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    for place in &other {
+        region.write_block(*place, &vec![0; BLOCK]).unwrap();
+    }
+    let loaded = client.load_prefix(&namespace, &region, &keys, &other, 5 * SECOND);
+    assert_eq!(loaded.outcomes, vec![Outcome::Loaded(Tier::Nvme); 8]);
+    let mut got = vec![0; BLOCK];
+    for (from, to) in places.iter().zip(&other) {
+        region.read_block(*to, &mut got).unwrap();
+        assert!(got == bytes(*from), "place {to}");
+    }
+    assert_eq!(client.inspect(&Inspect::default()).unwrap().rows.len(), 8);
+    let id = namespace.id().unwrap();
+    assert_eq!(client.namespaces().unwrap()[0].id, id);
+    assert_eq!(client.forget(&ForgetWhat::Namespace(id)).unwrap(), 8);
+    assert_eq!(client.lookup(&[(&namespace, &keys)], SECOND).blocks(), 0);
+}
+
+#[test]
+fn hostile_clients_lose_their_connection_and_nothing_else() {
+    let daemon = Daemon::start(&[]);
+    let client = daemon.client();
+    let limit = 4 << 20;
+    let frames: [(&str, Vec<u8>); 3] = [
+        ("garbage", [&8u32.to_le_bytes()[..], &[0xFF; 8]].concat()),
+        ("oversized", u32::to_le_bytes(limit + 1).to_vec()),
+        ("empty", vec![0; 4]),
+    ];
+    for (number, (name, frame)) in frames.iter().enumerate() {
+        let mut stream = raw_session(&daemon);
+        stream.write_all(frame).unwrap();
+        assert!(closed(&mut stream), "{name}");
+        let until = Instant::now() + 5 * SECOND;
+        while bad_frames(&client) < number as u64 + 1 {
+            assert!(Instant::now() < until, "{name} is not counted");
+        }
+    }
+    // A request whose deadline is 2^60 seconds away: answered, and nobody panics.
+    let mut stream = raw_session(&daemon);
+    let varint = |value: u64| [&[253u8][..], &value.to_le_bytes()].concat();
+    let mut message = vec![0u8]; // a request
+    message.extend(varint(1 << 60)); // deadline: seconds
+    message.push(0); // and nanoseconds
+    message.extend([0; 16]); // trace id
+    message.extend([0, 1]); // span id, sampling decision
+    message.extend([7, 0]); // request id 7, verb 0: version
+    let frame = [&(message.len() as u32).to_le_bytes()[..], &message].concat();
+    stream.write_all(&frame).unwrap();
+    let mut length = [0; 4];
+    stream.read_exact(&mut length).expect("the request is answered");
+    assert_eq!(bad_frames(&client), 3);
+
+    let mut stream = UnixStream::connect(daemon.socket()).unwrap();
+    stream.write_all(&[b'x'; 104]).unwrap();
+    assert!(closed(&mut stream), "not a hello");
+    let service = client.stats().unwrap().service.unwrap();
+    assert_eq!(service.panics, 0);
+    assert!(service.hellos_refused.contains(&("malformed".into(), 1)), "{service:?}");
+    let stats = client.stats().unwrap().catalog.unwrap();
+    assert_eq!((stats.leases, stats.regions, stats.tickets), (0, 0, 0));
+}
+
+#[test]
+fn another_version_is_refused_with_a_sentence() {
+    let daemon = Daemon::start(&[]);
+    let mut hello = Hello::new(HelloKind::Session, "old");
+    hello.version = 99;
+    let mut stream = UnixStream::connect(daemon.socket()).unwrap();
+    stream.write_all(&encode_hello(&hello)).unwrap();
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).unwrap();
+    assert_eq!(answer[10], HelloRefusal::Version as u8);
+    let text = String::from_utf8_lossy(&answer[80..]).into_owned();
+    assert!(text.contains("protocol 99") && text.contains("daemon 1"), "{text}");
+}
+
+#[test]
+fn limits_refuse_and_do_not_queue() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("kvtided.toml");
+    std::fs::write(&file, "[limits]\nsessions = 2\nkeys_per_call = 4\n").unwrap();
+    let daemon = Daemon::start(&["--config", file.to_str().unwrap()]);
+    let client = daemon.client();
+    let _second = daemon.client();
+    let error = Client::connect(daemon.config()).unwrap_err();
+    let ClientError::Refused { reason, message } = error else { panic!("{error}") };
+    assert_eq!(reason, HelloRefusal::TooManySessions);
+    assert!(message.contains("limits.sessions"), "{message}");
+    let namespace = client.open_namespace(&spec("a")).unwrap();
+    let keys = namespace.chain(&(0..20).collect::<Vec<u32>>());
+    let error = client.touch(&namespace, &keys).unwrap_err().to_string();
+    assert!(error.contains("TooManyKeys"), "{error}");
+    assert_eq!(client.touch(&namespace, &keys[..4]).unwrap(), 0);
+}
+
+#[test]
+fn a_stopped_daemon_costs_microseconds_once_the_breaker_is_open() {
+    let mut daemon = Daemon::start(&[]);
+    let config = ClientConfig { call_timeout: Duration::from_millis(50), ..daemon.config() };
+    let client = Client::connect(config).unwrap();
+    let namespace = client.open_namespace(&spec("a")).unwrap();
+    let keys = namespace.chain(&[1, 2, 3, 4]);
+    daemon.signal(rustix::process::Signal::STOP);
+    for _ in 0..3 {
+        let start = Instant::now();
+        assert_eq!(client.lookup(&[(&namespace, &keys)], SECOND).blocks(), 0);
+        assert!(start.elapsed() < SECOND);
+    }
+    assert_eq!(client.counters().breaker_opened, 1);
+    let start = Instant::now();
+    for _ in 0..1000 {
+        let _ = client.lookup(&[(&namespace, &keys)], SECOND);
+    }
+    assert!(start.elapsed() < SECOND, "1,000 misses took {:?}", start.elapsed());
+    daemon.signal(rustix::process::Signal::CONT);
+    let until = Instant::now() + 10 * SECOND;
+    while client.version().is_err() {
+        assert!(Instant::now() < until, "the breaker does not close");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn a_second_daemon_is_refused_and_a_stale_socket_is_not_in_the_way() {
+    let mut daemon = Daemon::start(&[]);
+    let mut command = daemon.command();
+    let output = command.stderr(Stdio::piped()).output().unwrap();
+    assert_eq!(output.status.code(), Some(3));
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(text.contains("another daemon listens there"), "{text}");
+    let other = daemon.folder.path().join("other.sock");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvtided"));
+    command.arg("--socket").arg(&other).arg("--store").arg(daemon.folder.path().join("store"));
+    command.args(["--host-bytes", "16MiB", "--nvme-bytes", "32MiB", "--metrics", "off"]);
+    let output = command.output().unwrap();
+    assert_eq!(output.status.code(), Some(3));
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(text.contains("is in use by process"), "{text}");
+
+    daemon.signal(rustix::process::Signal::KILL);
+    daemon.wait();
+    assert!(daemon.socket().exists(), "a killed daemon leaves its socket");
+    daemon.restart();
+    daemon.signal(rustix::process::Signal::TERM);
+    assert_eq!(daemon.wait(), Some(0));
+    assert!(!daemon.socket().exists(), "a stopped one does not");
+}
+
+#[test]
+fn bad_usage_and_bad_configuration_exit_with_2() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("bad.toml");
+    std::fs::write(&file, "[host]\nbytes = 0\nbites = 1\n").unwrap();
+    let run = |args: &[&str]| {
+        let output = Command::new(env!("CARGO_BIN_EXE_kvtided")).args(args).output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (code, text) = run(&["--check-config", "--config", file.to_str().unwrap()]);
+    assert_eq!(code, Some(2));
+    assert!(text.contains("bad.toml:2: `host.bytes` is 0"), "{text}");
+    assert!(text.contains("bad.toml:3: unknown key `host.bites`; did you mean `bytes`?"), "{text}");
+    assert_eq!(run(&["--no-such-option"]).0, Some(2));
+    assert_eq!(run(&["--host-bytes", "1GB"]).0, Some(2));
+    let (code, _) = run(&["--check-config", "--store", folder.path().to_str().unwrap()]);
+    assert_eq!(code, Some(0));
+}
