@@ -274,20 +274,23 @@ impl Daemon {
         stats_of(&self.client())
     }
 
-    /// Waits until no client holds anything: the sessions, regions, leases and tickets left.
-    pub fn wait_idle(&self, limit: Duration) -> Result<(), String> {
+    /// Waits until no client holds anything, but for `others` that are connected and hold nothing.
+    ///
+    /// # Errors
+    /// What is still held after `limit`.
+    pub fn wait_idle(&self, others: u64, limit: Duration) -> Result<(), String> {
         let asker = self.client();
         let mut last = String::new();
         let idle = poll_until(limit, || {
             let (stats, _) = stats_of(&asker);
             last = format!(
-                "{} sessions beside the asking one, {} regions, {} leases, {} tickets",
-                stats.sessions.saturating_sub(1),
+                "{} sessions too many, {} regions, {} leases, {} tickets",
+                stats.sessions.saturating_sub(1 + others),
                 stats.regions,
                 stats.leases,
                 stats.tickets
             );
-            let held = stats.sessions - 1 + stats.regions + stats.leases + stats.tickets;
+            let held = stats.sessions.saturating_sub(1 + others) + stats.regions + stats.leases + stats.tickets;
             (held == 0).then_some(())
         });
         idle.ok_or(last)
