@@ -444,7 +444,7 @@ impl Kvtide for Service {
         let mut ended = 0;
         for lease in leases {
             match self.count(Request::Release { lease }).await {
-                Ok(_) => ended += 1,
+                Ok(count) => ended += count,
                 Err(error @ CallError::Busy(_)) => return self.done(Err(error)),
                 Err(_) => {}
             }

@@ -1,2 +1,18 @@
-//! Whole-system tests of kvtide. The tests lie in `tests/`, one file for each behaviour.
+//! The harness of the whole-system tests: the real daemon as a process of its own, clients over its
+//! real socket, some of them in processes that are killed, and bytes that every test can check.
+//!
+//! The daemon is this package's program `kvtide-test-node` with the first argument `__daemon`; it is
+//! found through `env!("CARGO_BIN_EXE_kvtide-test-node")`, which cargo sets for the tests only.
+
 #![forbid(unsafe_code)]
+
+pub mod churn;
+mod daemon;
+mod payload;
+mod peer;
+mod proc;
+
+pub use daemon::{Daemon, Ended, Setup, UNUSED_USER, is_root};
+pub use payload::{KvPool, namespace, payload, tokens};
+pub use peer::{Door, Peer, context};
+pub use proc::{Footprint, open_descriptors, poll_until};

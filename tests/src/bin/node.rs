@@ -1,0 +1,21 @@
+//! The program that the tests run: the daemon, or a client that is going to be killed.
+
+#![forbid(unsafe_code)]
+
+use std::process::ExitCode;
+
+use rustix::process::{Signal, set_parent_process_death_signal};
+
+fn main() -> ExitCode {
+    // Nothing is left behind when a test is stopped half-way.
+    let _ = set_parent_process_death_signal(Some(Signal::KILL));
+    let mut args = std::env::args_os().skip(1);
+    match args.next().as_deref().and_then(|word| word.to_str()) {
+        Some("__daemon") => kvtide_daemon::run_daemon(args),
+        Some("__client") => kvtide_tests::churn::run(args),
+        _ => {
+            eprintln!("the first argument is __daemon or __client; this is a program of the tests");
+            ExitCode::from(2)
+        }
+    }
+}
