@@ -257,12 +257,8 @@ async fn open_session(
     let tenant = tenant.unwrap_or(kvtide_tiers::catalog::TenantId(u32::MAX));
     let id = app.node().open_session(tenant, notify).map_err(|_| full())?;
     let session = Arc::new(Session::new(id, token, caller, hello.name, tickets, counters));
-    let guard = SessionGuard {
-        app: Arc::clone(app),
-        session: Arc::clone(&session),
-        pid,
-        _stream: held,
-    };
+    let guard =
+        SessionGuard { app: Arc::clone(app), session: Arc::clone(&session), pid, _stream: held };
     app.sessions().insert(id, session);
     let welcome = Welcome { session: id.0, token, fd: 0, limits: limits(app) };
     send_answer(stream, &Answer::Welcome(welcome), Some(theirs.as_fd())).await.map_err(system)?;

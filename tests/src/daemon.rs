@@ -290,7 +290,10 @@ impl Daemon {
                 stats.leases,
                 stats.tickets
             );
-            let held = stats.sessions.saturating_sub(1 + others) + stats.regions + stats.leases + stats.tickets;
+            let held = stats.sessions.saturating_sub(1 + others)
+                + stats.regions
+                + stats.leases
+                + stats.tickets;
             (held == 0).then_some(())
         });
         idle.ok_or(last)

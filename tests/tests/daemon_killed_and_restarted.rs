@@ -1,6 +1,8 @@
 //! The daemon goes away and comes back: clients get misses in time, find their way back by
 //! themselves, and find what was written down.
 
+#![allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "a test fails by a panic")]
+
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};

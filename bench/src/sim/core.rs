@@ -316,6 +316,7 @@ impl Core {
             Action::BindSlab { .. }
             | Action::DropEncoded { .. }
             | Action::SealSegment { .. }
+            | Action::VoidSegment { .. }
             | Action::EraseDescriptor { .. }
             | Action::QuarantineSegment { .. }
             | Action::TierOffline { .. } => return,
