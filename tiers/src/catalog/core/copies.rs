@@ -167,10 +167,11 @@ impl Catalog {
             let mut pinned = Vec::new();
             let victim = policy.victim(&mut |index| {
                 let block = table.get(index);
-                if block.pins > 0 {
+                let leaves = may_leave(block, usable);
+                if !leaves && block.pins > 0 {
                     pinned.push(index);
                 }
-                may_leave(block, usable)
+                leaves
             });
             // What is pinned is in use: it must not be in the way of the next search.
             for index in &pinned {
@@ -429,10 +430,10 @@ impl Catalog {
     }
 }
 
-/// Whether a block's host copy may be dropped without I/O and without breaking a promise.
+/// Whether a block's host copy may be dropped without I/O and without breaking a promise. A leased
+/// or pinned block that is on nvme too keeps that copy.
 fn may_leave(block: &Block, nvme_usable: bool) -> bool {
     let clean = matches!(block.nvme, NvmeCopy::Resident(_));
     matches!(block.host, HostCopy::Resident { users: 0, .. })
-        && block.pins == 0
-        && (clean || !nvme_usable)
+        && (clean || (!nvme_usable && block.pins == 0))
 }

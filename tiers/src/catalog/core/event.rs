@@ -360,7 +360,7 @@ pub struct Limits {
     pub pins: usize,
     /// Longest pin, milliseconds. Default: 24 hours.
     pub pin_ms_max: u64,
-    /// Largest part of the host arena that leases and pins may hold, percent. Default: 50.
+    /// Largest part of the slowest tier that leases and pins may hold, percent. Default: 50.
     pub pinned_percent: u32,
     /// A ticket ends after this long at the latest, milliseconds. Default: 10,000.
     pub ticket_ms: u64,

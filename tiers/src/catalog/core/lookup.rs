@@ -118,7 +118,7 @@ impl Catalog {
         Ok(())
     }
 
-    /// Whether pinning these blocks too would stay within the part of the arena that may be pinned.
+    /// Whether pinning these blocks too would stay within the part of a tier that may be pinned.
     fn may_pin(&self, blocks: impl Iterator<Item = u32>) -> bool {
         let new: u64 = blocks
             .map(|index| self.table.get(index))
@@ -128,9 +128,17 @@ impl Catalog {
         self.counters.pinned_bytes + new <= self.pinned_bytes_max()
     }
 
+    /// What is pinned must stay in the slowest tier that there is.
     fn pinned_bytes_max(&self) -> u64 {
         let percent = u64::from(self.config.limits.pinned_percent);
-        self.config.host_bytes.saturating_mul(percent) / 100
+        let bytes = match &self.nvme {
+            Some(nvme) if nvme.offline.is_none() => {
+                let geometry = nvme.shape.geometry;
+                u64::from(geometry.payload_bytes()) * u64::from(geometry.segments)
+            }
+            _ => self.config.host_bytes,
+        };
+        bytes.saturating_mul(percent) / 100
     }
 
     /// How many blocks of a run, from the root on, can be pinned in all of the lists.
