@@ -133,14 +133,17 @@ impl Client {
         self.shared().link().map(|link| link.welcome.session)
     }
 
-    /// A duplicate of the eventfd that counts ended tickets of this connection. Take a new one
-    /// after a reconnection (when it never becomes readable although tickets end).
+    /// A duplicate of the reading end of a pipe, not blocking, that becomes readable when tickets of
+    /// this connection end: for an engine's event loop. The daemon writes a byte for each end, and
+    /// none while the pipe is full, so it is a hint and no count: read it empty, then ask with
+    /// [`Client::wait`]. At its end of file the connection is gone; take a new one after the
+    /// reconnection.
     ///
     /// # Errors
     /// When not connected, or out of file descriptors.
-    pub fn event_fd(&self) -> Result<OwnedFd, ClientError> {
+    pub fn notify_fd(&self) -> Result<OwnedFd, ClientError> {
         let link = self.shared().gate()?;
-        link.event_fd().map_err(|error| ClientError::Memory(error.to_string()))
+        link.notify_fd().map_err(|error| ClientError::Memory(error.to_string()))
     }
 
     async fn ask<T, F>(

@@ -37,7 +37,7 @@ pub(crate) struct Link {
     pub(crate) generation: u64,
     pub(crate) stub: KvtideClient,
     pub(crate) welcome: Welcome,
-    pub(crate) event: OwnedFd,
+    pub(crate) notify: OwnedFd,
     pub(crate) end: Arc<LinkEnd>,
 }
 
@@ -278,8 +278,8 @@ impl Shared {
     }
 
     async fn dial(self: &Arc<Self>, generation: u64) -> Result<Link, ClientError> {
-        let (stream, welcome, event) = self.hello(HelloKind::Session, None).await?;
-        let event = event.ok_or(ClientError::NotKvtide { what: "no eventfd in the answer" })?;
+        let (stream, welcome, notify) = self.hello(HelloKind::Session, None).await?;
+        let notify = notify.ok_or(ClientError::NotKvtide { what: "no pipe in the answer" })?;
         let mut config = tarpc::client::Config::default();
         config.max_in_flight_requests =
             usize::try_from(welcome.limits.calls_in_flight.max(1)).unwrap_or(1);
@@ -307,7 +307,7 @@ impl Shared {
                 read_to_end(held, &reached, CLOSE_TIME).await;
             }
         });
-        Ok(Link { generation, stub, welcome, event, end })
+        Ok(Link { generation, stub, welcome, notify, end })
     }
 
     async fn hello(
@@ -320,14 +320,14 @@ impl Shared {
         let talk = async {
             let stream = UnixStream::connect(socket).await.map_err(fail)?;
             send_hello(&stream, &Hello::new(kind, &self.config.name), fd).await.map_err(fail)?;
-            let (answer, event) = recv_answer(&stream).await.map_err(|error| {
+            let (answer, fd) = recv_answer(&stream).await.map_err(|error| {
                 if error.kind() == io::ErrorKind::InvalidData {
                     return ClientError::NotKvtide { what: "the answer to the hello" };
                 }
                 fail(error)
             })?;
             match answer {
-                Answer::Welcome(welcome) => Ok((stream, welcome, event)),
+                Answer::Welcome(welcome) => Ok((stream, welcome, fd)),
                 Answer::Refused { reason, message, .. } => {
                     Err(ClientError::Refused { reason, message })
                 }
@@ -537,9 +537,9 @@ async fn chores(shared: &Arc<Shared>, link: &Arc<Link>) {
 }
 
 impl Link {
-    /// A duplicate of the eventfd that counts ended tickets.
-    pub(crate) fn event_fd(&self) -> io::Result<OwnedFd> {
-        self.event.as_fd().try_clone_to_owned()
+    /// A duplicate of the pipe's end that says that tickets have ended.
+    pub(crate) fn notify_fd(&self) -> io::Result<OwnedFd> {
+        self.notify.as_fd().try_clone_to_owned()
     }
 }
 

@@ -176,12 +176,22 @@ impl Descriptors {
     }
 }
 
+/// The pipe that tells a client of ended tickets: its end and ours. The flags of a pipe's end
+/// belong to that end alone, so that nothing the client does to its own can make our writes block.
+///
+/// # Errors
+/// Out of file descriptors.
+pub fn notify_pipe() -> std::io::Result<(OwnedFd, OwnedFd)> {
+    use rustix::pipe::{PipeFlags, pipe_with};
+    Ok(pipe_with(PipeFlags::NONBLOCK | PipeFlags::CLOEXEC)?)
+}
+
 /// The tickets of one session: under way, or ended and not waited for yet.
 ///
 /// The node may report an end before it has answered the question that made the ticket; both
 /// orders lead to one entry, which is removed when its outcome is taken.
 pub struct Tickets {
-    event: OwnedFd,
+    notify: OwnedFd,
     changed: Notify,
     counters: Arc<TenantCounters>,
     book: Mutex<Book>,
@@ -213,14 +223,9 @@ impl Drop for Reservation {
 }
 
 impl Tickets {
-    /// No tickets; `event` counts those that end.
-    pub fn new(event: OwnedFd, counters: Arc<TenantCounters>) -> Tickets {
-        Tickets { event, changed: Notify::new(), counters, book: Mutex::default() }
-    }
-
-    /// The eventfd that counts ended tickets.
-    pub fn event(&self) -> &OwnedFd {
-        &self.event
+    /// No tickets; `notify` gets a byte for each that ends, and must not block.
+    pub fn new(notify: OwnedFd, counters: Arc<TenantCounters>) -> Tickets {
+        Tickets { notify, changed: Notify::new(), counters, book: Mutex::default() }
     }
 
     /// Makes room for one more ticket.
@@ -282,8 +287,9 @@ impl Tickets {
             book.entries.insert(ticket, Entry::Ended(outcomes, Instant::now()));
         }
         drop(book);
-        // The counter is full after 2^64 - 2 ends that nobody read.
-        let _ = rustix::io::write(self.event.as_fd(), &1u64.to_ne_bytes());
+        // A pipe that is full says already that tickets have ended, and one whose client closed
+        // its end has nobody to tell.
+        let _ = rustix::io::write(self.notify.as_fd(), &[1]);
         self.changed.notify_waiters();
     }
 
@@ -325,18 +331,32 @@ impl Tickets {
 #[cfg(test)]
 mod tests {
     use kvtide_tiers::catalog::MissReason;
-    use rustix::event::{EventfdFlags, eventfd};
 
     use super::*;
 
+    fn tickets_and_pipe() -> (Arc<Tickets>, OwnedFd) {
+        let (theirs, notify) = notify_pipe().unwrap();
+        (Arc::new(Tickets::new(notify, Arc::default())), theirs)
+    }
+
     fn tickets() -> Arc<Tickets> {
-        let event = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC).unwrap();
-        Arc::new(Tickets::new(event, Arc::default()))
+        tickets_and_pipe().0
+    }
+
+    #[test]
+    fn a_client_that_makes_its_end_block_does_not_block_the_daemon() {
+        let (tickets, theirs) = tickets_and_pipe();
+        rustix::fs::fcntl_setfl(&theirs, rustix::fs::OFlags::empty()).unwrap();
+        for id in 0..100_000 {
+            tickets.ended(TicketId(id), Vec::new());
+        }
+        drop(theirs);
+        tickets.ended(TicketId(0), Vec::new());
     }
 
     #[tokio::test]
     async fn a_ticket_ends_once_in_whatever_order_the_node_reports() {
-        let tickets = tickets();
+        let (tickets, theirs) = tickets_and_pipe();
         let outcomes = vec![Outcome::Loaded(Tier::Host), Outcome::Missed(MissReason::Absent)];
         for (id, end_first) in [(TicketId(1), false), (TicketId(2), true)] {
             let room = tickets.reserve(1).unwrap();
@@ -353,9 +373,7 @@ mod tests {
             let again = tickets.wait(&[id], Duration::ZERO).await;
             assert_eq!(again, [TicketEnd { ticket: id, outcomes: None }]);
         }
-        let mut count = [0; 8];
-        rustix::io::read(tickets.event().as_fd(), &mut count).unwrap();
-        assert_eq!(u64::from_ne_bytes(count), 2);
+        assert_eq!(rustix::io::read(&theirs, &mut [0; 8]), Ok(2), "a byte for each");
     }
 
     #[tokio::test]
