@@ -1,5 +1,6 @@
 //! One connection at a time, and the task that keeps it: connects, opens namespaces and registers
-//! regions again, probes while the circuit breaker is open, and ends leases that were dropped.
+//! regions again, probes while the circuit breaker is open, ends leases that were dropped, and asks
+//! what became of loads and stores that were given up.
 //!
 //! Lock order: `Shared::state` is taken for moments only, and never while a handle's lock is held.
 
@@ -9,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use kvtide_tiers::catalog::{LeaseId, Limit, RegionId};
+use kvtide_tiers::catalog::{LeaseId, Limit, RegionId, TicketId};
 use tarpc::client::RpcError;
 use tarpc::context::Context;
 use tokio::io::Interest;
@@ -20,7 +21,7 @@ use crate::breaker::Breaker;
 use crate::config::ClientConfig;
 use crate::doubt::LinkEnd;
 use crate::error::ClientError;
-use crate::handles::{NamespaceInner, RegionInner, bind};
+use crate::handles::{NamespaceInner, RegionInner, bind, bound_on};
 use crate::hello::{Answer, Hello, HelloKind, Welcome, recv_answer, send_hello};
 use crate::protocol::{CallError, KvtideClient};
 use crate::transport::client_transport;
@@ -31,6 +32,9 @@ const CHORES_MAX: usize = 4096;
 
 /// How long the daemon may take to close a connection that has ended on this side.
 const CLOSE_TIME: Duration = Duration::from_secs(60);
+
+/// How long the daemon is asked to wait for the end of what is in doubt, milliseconds.
+const SETTLE_MS: u32 = 500;
 
 /// One connection to the daemon.
 pub(crate) struct Link {
@@ -77,6 +81,7 @@ struct State {
     releases: Vec<(u64, LeaseId)>,
     unregisters: Vec<(u64, RegionId)>,
     generation: u64,
+    settling: bool,
     closed: bool,
 }
 
@@ -101,6 +106,7 @@ impl Shared {
                 releases: Vec::new(),
                 unregisters: Vec::new(),
                 generation: 0,
+                settling: false,
                 closed: false,
             }),
             wake: Notify::new(),
@@ -463,6 +469,7 @@ pub(crate) async fn supervise(shared: Arc<Shared>) {
             (Some(link), None) => {
                 pause = shared.config.backoff;
                 chores(&shared, &link).await;
+                start_settling(&shared, &link);
                 idle(&shared).await;
             }
             (Some(link), Some(at)) => {
@@ -533,6 +540,74 @@ async fn chores(shared: &Arc<Shared>, link: &Arc<Link>) {
             stub.unregister_region(context, region).await
         };
         let _ = shared.call(link, limit, ask).await;
+    }
+}
+
+/// A region with places in doubt on one connection.
+struct InDoubt {
+    region: Arc<RegionInner>,
+    id: RegionId,
+    newest: u64,
+    tickets: Vec<TicketId>,
+}
+
+fn in_doubt(shared: &Shared, link: &Link) -> Vec<InDoubt> {
+    let regions: Vec<_> = shared.state().regions.iter().filter_map(Weak::upgrade).collect();
+    let found = regions.into_iter().filter_map(|region| {
+        let id = bound_on(&region.bound, link.generation)?;
+        let (newest, tickets) = region.doubts().on(link.generation)?;
+        Some(InDoubt { region, id, newest, tickets })
+    });
+    found.collect()
+}
+
+/// Starts the task that settles doubts, if there are any and it does not run yet.
+fn start_settling(shared: &Arc<Shared>, link: &Arc<Link>) {
+    if in_doubt(shared, link).is_empty() || std::mem::replace(&mut shared.state().settling, true) {
+        return;
+    }
+    let (shared, link) = (Arc::clone(shared), Arc::clone(link));
+    tokio::spawn(async move {
+        settle(&shared, &link).await;
+        shared.state().settling = false;
+        // A doubt that came up meanwhile starts the next round.
+        shared.wake();
+    });
+}
+
+/// Asks the daemon until nothing on this connection is in doubt.
+async fn settle(shared: &Arc<Shared>, link: &Arc<Link>) {
+    loop {
+        let (current, well) = {
+            let state = shared.state();
+            let generation = state.link.as_ref().map(|link| link.generation);
+            (generation == Some(link.generation), state.breaker.probe_at().is_none())
+        };
+        let doubts = in_doubt(shared, link);
+        if !current || doubts.is_empty() {
+            return;
+        }
+        let mut answered = false;
+        for InDoubt { region, id, newest, tickets } in doubts.into_iter().take_while(|_| well) {
+            let limit = Duration::from_millis(SETTLE_MS.into());
+            let limit = shared.config.call_timeout.saturating_add(limit);
+            let ask = |stub: KvtideClient, context| async move {
+                stub.quiesce(context, id, SETTLE_MS).await
+            };
+            let Ok(Ok(quiet)) = shared.call(link, limit, ask).await else { continue };
+            answered = true;
+            if quiet {
+                region.doubts().settle(link.generation, newest);
+                // Nobody else will take their outcomes, which take room in the daemon.
+                let ask = |stub: KvtideClient, context| async move {
+                    stub.wait(context, tickets, 0).await
+                };
+                let _ = shared.call(link, shared.config.call_timeout, ask).await;
+            }
+        }
+        if !answered {
+            tokio::time::sleep(shared.config.backoff).await;
+        }
     }
 }
 

@@ -312,7 +312,8 @@ async fn serve(guard: &SessionGuard, stream: UnixStream) {
         tokio::select! {
             request = requests.next() => match request {
                 Some(Ok(request)) => {
-                    calls.spawn(request.execute(service.clone().serve()));
+                    let service = service.for_call(&request.get().message);
+                    calls.spawn(request.execute(service.serve()));
                 }
                 Some(Err(error)) => {
                     if !hung_up(&error) {

@@ -13,6 +13,7 @@ use kvtide_tiers::catalog::{Limit, Outcome, SessionId, TenantId, TicketId, Tier}
 use tokio::sync::Notify;
 
 use crate::config::Caller;
+use crate::touches::{Touch, Touches};
 
 /// How long a descriptor waits for its region.
 const DESCRIPTOR_LIFE: Duration = Duration::from_secs(10);
@@ -83,6 +84,8 @@ pub struct Session {
     pub tickets: Arc<Tickets>,
     /// Counters of its tenant.
     pub counters: Arc<TenantCounters>,
+    /// What may still copy from or to its regions.
+    pub touches: Arc<Touches>,
     namespaces: Mutex<HashSet<NamespaceId>>,
     descriptors: Mutex<Descriptors>,
 }
@@ -104,6 +107,7 @@ impl Session {
             name,
             tickets,
             counters,
+            touches: Arc::default(),
             namespaces: Mutex::default(),
             descriptors: Mutex::default(),
         }
@@ -204,9 +208,11 @@ struct Book {
 }
 
 enum Entry {
-    Pending,
-    /// Nobody will wait for it: the call that made it was given up.
-    Abandoned,
+    /// Nobody will wait for it when it is not `heard`: the call that made it was given up.
+    UnderWay {
+        heard: bool,
+        _touch: Option<Arc<Touch>>,
+    },
     Ended(Vec<Outcome>, Instant),
 }
 
@@ -248,8 +254,15 @@ impl Tickets {
         Ok(Reservation { tickets: Arc::clone(self) })
     }
 
-    /// The node made a ticket. With `heard` false nobody will wait for it.
-    pub fn admit(&self, ticket: TicketId, heard: bool, room: Reservation) {
+    /// The node made a ticket. With `heard` false nobody will wait for it. The region that it
+    /// touches is touched until it ends.
+    pub fn admit(
+        &self,
+        ticket: TicketId,
+        heard: bool,
+        room: Reservation,
+        touch: Option<Arc<Touch>>,
+    ) {
         let mut book = lock(&self.book);
         match book.entries.get(&ticket) {
             Some(Entry::Ended(..)) if !heard => {
@@ -257,8 +270,7 @@ impl Tickets {
             }
             Some(_) => {}
             None => {
-                let entry = if heard { Entry::Pending } else { Entry::Abandoned };
-                book.entries.insert(ticket, entry);
+                book.entries.insert(ticket, Entry::UnderWay { heard, _touch: touch });
             }
         }
         drop(book);
@@ -269,11 +281,11 @@ impl Tickets {
     pub fn abandon(&self, ticket: TicketId) {
         let mut book = lock(&self.book);
         match book.entries.get_mut(&ticket) {
-            Some(entry @ Entry::Pending) => *entry = Entry::Abandoned,
+            Some(Entry::UnderWay { heard, .. }) => *heard = false,
             Some(Entry::Ended(..)) => {
                 book.entries.remove(&ticket);
             }
-            _ => {}
+            None => {}
         }
     }
 
@@ -281,7 +293,7 @@ impl Tickets {
     pub fn ended(&self, ticket: TicketId, outcomes: Vec<Outcome>) {
         self.counters.count(&outcomes);
         let mut book = lock(&self.book);
-        if matches!(book.entries.get(&ticket), Some(Entry::Abandoned)) {
+        if matches!(book.entries.get(&ticket), Some(Entry::UnderWay { heard: false, .. })) {
             book.entries.remove(&ticket);
         } else {
             book.entries.insert(ticket, Entry::Ended(outcomes, Instant::now()));
@@ -315,7 +327,7 @@ impl Tickets {
         let mut ends = Vec::new();
         for ticket in tickets {
             let outcomes = match book.entries.get(ticket) {
-                Some(Entry::Pending | Entry::Abandoned) => continue,
+                Some(Entry::UnderWay { .. }) => continue,
                 None => None,
                 Some(Entry::Ended(..)) => match book.entries.remove(ticket) {
                     Some(Entry::Ended(outcomes, _)) => Some(outcomes),
@@ -362,9 +374,9 @@ mod tests {
             let room = tickets.reserve(1).unwrap();
             if end_first {
                 tickets.ended(id, outcomes.clone());
-                tickets.admit(id, true, room);
+                tickets.admit(id, true, room, None);
             } else {
-                tickets.admit(id, true, room);
+                tickets.admit(id, true, room, None);
                 assert!(tickets.wait(&[id], Duration::ZERO).await.is_empty());
                 tickets.ended(id, outcomes.clone());
             }
@@ -383,9 +395,9 @@ mod tests {
         let other = tickets.reserve(2).unwrap();
         assert_eq!(tickets.reserve(2).err(), Some(Limit::Tickets));
         drop(other);
-        tickets.admit(TicketId(1), false, room);
+        tickets.admit(TicketId(1), false, room, None);
         let room = tickets.reserve(2).unwrap();
-        tickets.admit(TicketId(2), true, room);
+        tickets.admit(TicketId(2), true, room, None);
         assert!(tickets.reserve(2).is_err());
         tickets.abandon(TicketId(2));
         for id in [TicketId(1), TicketId(2)] {
@@ -399,7 +411,7 @@ mod tests {
     async fn a_wait_wakes_when_a_ticket_ends() {
         let tickets = tickets();
         let room = tickets.reserve(1).unwrap();
-        tickets.admit(TicketId(1), true, room);
+        tickets.admit(TicketId(1), true, room, None);
         let waiter = Arc::clone(&tickets);
         let wait =
             tokio::spawn(async move { waiter.wait(&[TicketId(1)], Duration::from_secs(60)).await });
