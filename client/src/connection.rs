@@ -23,7 +23,7 @@ use crate::doubt::LinkEnd;
 use crate::error::ClientError;
 use crate::handles::{NamespaceInner, RegionInner, bind, bound_on};
 use crate::hello::{Answer, Hello, HelloKind, Welcome, recv_answer, send_hello};
-use crate::protocol::{CallError, KvtideClient};
+use crate::protocol::{CallError, DEADLINE_MAX, KvtideClient};
 use crate::transport::client_transport;
 
 /// Leases and regions whose end waits to be told; more are left to their expiry and to the end of
@@ -147,16 +147,27 @@ impl Shared {
         }
     }
 
-    pub(crate) fn adopt_namespace(&self, namespace: &Arc<NamespaceInner>) {
+    /// Keeps a namespace open from now on, across reconnections. `false` when the connection on
+    /// which it was opened is not the current one any more: the next one may not know of it.
+    pub(crate) fn adopt_namespace(&self, namespace: &Arc<NamespaceInner>, generation: u64) -> bool {
         let mut state = self.state();
         state.namespaces.retain(|each| each.strong_count() > 0);
-        state.namespaces.push(Arc::downgrade(namespace));
+        let current = state.link.as_ref().is_some_and(|link| link.generation == generation);
+        if current {
+            state.namespaces.push(Arc::downgrade(namespace));
+        }
+        current
     }
 
-    pub(crate) fn adopt_region(&self, region: &Arc<RegionInner>) {
+    /// As [`Shared::adopt_namespace`], for a region.
+    pub(crate) fn adopt_region(&self, region: &Arc<RegionInner>, generation: u64) -> bool {
         let mut state = self.state();
         state.regions.retain(|each| each.strong_count() > 0);
-        state.regions.push(Arc::downgrade(region));
+        let current = state.link.as_ref().is_some_and(|link| link.generation == generation);
+        if current {
+            state.regions.push(Arc::downgrade(region));
+        }
+        current
     }
 
     pub(crate) fn release_later(&self, generation: u64, lease: LeaseId) {
@@ -203,6 +214,7 @@ impl Shared {
     where
         F: Future<Output = Result<T, RpcError>>,
     {
+        let limit = limit.min(DEADLINE_MAX);
         let mut context = tarpc::context::current();
         context.deadline = Instant::now() + limit;
         let answer = tokio::time::timeout(limit, ask(link.stub.clone(), context)).await;

@@ -177,6 +177,8 @@ fn blocks_survive_a_kill_and_handles_stay_valid() {
         region.read_block(*to, &mut got).unwrap();
         assert!(got == bytes(*from), "place {to}");
     }
+    let loaded = client.load_prefix(&namespace, &region, &keys, &other, Duration::MAX);
+    assert_eq!(loaded.blocks, 8, "a deadline beyond all clocks is shortened");
     assert_eq!(client.inspect(&Inspect::default()).unwrap().rows.len(), 8);
     let id = namespace.id().unwrap();
     assert_eq!(client.namespaces().unwrap()[0].id, id);
