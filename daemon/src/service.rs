@@ -252,7 +252,12 @@ impl Service {
             WireForget::Namespace(namespace) => {
                 let namespace = self.managed(namespace, true)?;
                 let app = Arc::clone(&self.app);
-                let retired = tokio::task::spawn_blocking(move || app.retire_namespace(namespace));
+                let turn = Arc::clone(&self.app.opening).lock_owned().await;
+                let retired = tokio::task::spawn_blocking(move || {
+                    let retired = app.retire_namespace(namespace);
+                    drop(turn);
+                    retired
+                });
                 retired.await.map_err(|_| odd_reply())??;
                 Forget::Namespace { namespace }
             }
@@ -366,14 +371,12 @@ impl Kvtide for Service {
         spec: NamespaceSpec,
     ) -> Result<OpenedNamespace, CallError> {
         self.called("open_namespace");
-        let max = self.app.limits().namespaces_per_session;
         let (app, session) = (Arc::clone(&self.app), Arc::clone(&self.session));
+        let turn = Arc::clone(&self.app.opening).lock_owned().await;
         let opened = tokio::task::spawn_blocking(move || {
-            let opened = app.open_namespace(&session.caller, &spec)?;
-            session.open(opened.id, max).map_err(|max| {
-                CallError::Invalid(format!("at most {max} namespaces per session are allowed"))
-            })?;
-            Ok(opened)
+            let opened = app.open_namespace(&session, &spec);
+            drop(turn);
+            opened
         });
         self.done(opened.await.unwrap_or_else(|_| Err(odd_reply())))
     }

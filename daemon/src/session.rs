@@ -118,17 +118,22 @@ impl Session {
         self.caller.tenant.as_ref().map(|tenant| tenant.id)
     }
 
-    /// Notes that the session opened a namespace.
+    /// Whether the session may open one more namespace; one that it has open it may always.
     ///
     /// # Errors
     /// `max` are open already.
-    pub fn open(&self, namespace: NamespaceId, max: u32) -> Result<(), u32> {
-        let mut open = lock(&self.namespaces);
-        if !open.contains(&namespace) && open.len() >= usize::try_from(max).unwrap_or(usize::MAX) {
+    pub fn check_room(&self, namespace: Option<NamespaceId>, max: u32) -> Result<(), u32> {
+        let open = lock(&self.namespaces);
+        let known = namespace.is_some_and(|namespace| open.contains(&namespace));
+        if !known && open.len() >= usize::try_from(max).unwrap_or(usize::MAX) {
             return Err(max);
         }
-        open.insert(namespace);
         Ok(())
+    }
+
+    /// Notes that the session opened a namespace.
+    pub fn open(&self, namespace: NamespaceId) {
+        lock(&self.namespaces).insert(namespace);
     }
 
     /// Whether the session opened the namespace.

@@ -248,10 +248,15 @@ fn another_version_is_refused_with_a_sentence() {
 fn limits_refuse_and_do_not_queue() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("kvtided.toml");
-    std::fs::write(&file, "[limits]\nsessions = 2\nkeys_per_call = 4\n").unwrap();
+    std::fs::write(
+        &file,
+        "[limits]\nsessions = 2\nkeys_per_call = 4\n\
+                 namespaces_per_session = 2\nnamespaces_per_tenant = 2\n",
+    )
+    .unwrap();
     let daemon = Daemon::start(&["--config", file.to_str().unwrap()]);
     let client = daemon.client();
-    let _second = daemon.client();
+    let second = daemon.client();
     let error = Client::connect(daemon.config()).unwrap_err();
     let ClientError::Refused { reason, message } = error else { panic!("{error}") };
     assert_eq!(reason, HelloRefusal::TooManySessions);
@@ -261,6 +266,13 @@ fn limits_refuse_and_do_not_queue() {
     let error = client.touch(&namespace, &keys).unwrap_err().to_string();
     assert!(error.contains("TooManyKeys"), "{error}");
     assert_eq!(client.touch(&namespace, &keys[..4]).unwrap(), 0);
+    client.open_namespace(&spec("b")).unwrap();
+    client.open_namespace(&spec("a")).expect("it is open already");
+    for client in [&client, &second] {
+        let error = client.open_namespace(&spec("c")).unwrap_err().to_string();
+        assert!(error.contains("limits.namespaces_per_tenant"), "{error}");
+    }
+    assert_eq!(client.namespaces().unwrap().len(), 2, "what is refused leaves no entry");
 }
 
 #[test]
