@@ -114,12 +114,12 @@ impl Client {
         self.inner.session()
     }
 
-    /// See [`crate::Client::event_fd`].
+    /// See [`crate::Client::notify_fd`].
     ///
     /// # Errors
     /// When not connected, or out of file descriptors.
-    pub fn event_fd(&self) -> Result<OwnedFd, ClientError> {
-        self.inner.event_fd()
+    pub fn notify_fd(&self) -> Result<OwnedFd, ClientError> {
+        self.inner.notify_fd()
     }
 
     forward! {

@@ -3,6 +3,8 @@
 
 use std::time::{Duration, Instant};
 
+use crate::protocol::DEADLINE_MAX;
+
 /// Closed, or open since some failure.
 #[derive(Debug)]
 pub(crate) struct Breaker {
@@ -23,8 +25,8 @@ impl Breaker {
     pub(crate) fn new(failures_max: u32, backoff_first: Duration, backoff_max: Duration) -> Self {
         Breaker {
             failures_max: failures_max.max(1),
-            backoff_first: backoff_first.max(Duration::from_millis(1)),
-            backoff_max: backoff_max.max(backoff_first),
+            backoff_first: backoff_first.clamp(Duration::from_millis(1), DEADLINE_MAX),
+            backoff_max: backoff_max.max(backoff_first).min(DEADLINE_MAX),
             failures: 0,
             open: None,
         }

@@ -30,6 +30,9 @@ use crate::protocol::{
     WireStore, pack_keys,
 };
 
+/// Pause before a busy daemon is asked again for the end of tickets.
+const BUSY_PAUSE: Duration = Duration::from_millis(10);
+
 /// A connection to kvtided that mends itself. Cheap to clone; closed with the last clone.
 ///
 /// Lookups, loads and stores never fail and never hang: with the daemon slow, gone or refusing, a
@@ -133,14 +136,17 @@ impl Client {
         self.shared().link().map(|link| link.welcome.session)
     }
 
-    /// A duplicate of the eventfd that counts ended tickets of this connection. Take a new one
-    /// after a reconnection (when it never becomes readable although tickets end).
+    /// A duplicate of the reading end of a pipe, not blocking, that becomes readable when tickets of
+    /// this connection end: for an engine's event loop. The daemon writes a byte for each end, and
+    /// none while the pipe is full, so it is a hint and no count: read it empty, then ask with
+    /// [`Client::wait`]. At its end of file the connection is gone; take a new one after the
+    /// reconnection.
     ///
     /// # Errors
     /// When not connected, or out of file descriptors.
-    pub fn event_fd(&self) -> Result<OwnedFd, ClientError> {
+    pub fn notify_fd(&self) -> Result<OwnedFd, ClientError> {
         let link = self.shared().gate()?;
-        link.event_fd().map_err(|error| ClientError::Memory(error.to_string()))
+        link.notify_fd().map_err(|error| ClientError::Memory(error.to_string()))
     }
 
     async fn ask<T, F>(
@@ -186,22 +192,26 @@ impl Client {
         &self,
         spec: &NamespaceSpec,
     ) -> Result<NamespaceHandle, ClientError> {
-        let link = self.shared().gate()?;
-        let wire = spec.clone();
-        let opened = self
-            .shared()
-            .call(&link, self.limit(), |stub, context| async move {
-                stub.open_namespace(context, wire).await
-            })
-            .await??;
-        let inner = Arc::new(NamespaceInner {
-            spec: spec.clone(),
-            key: opened.key,
-            bound: Mutex::new(Some((link.generation, opened.id))),
-            key_changed: AtomicBool::new(false),
-        });
-        self.shared().adopt_namespace(&inner);
-        Ok(NamespaceHandle { inner })
+        loop {
+            let link = self.shared().gate()?;
+            let wire = spec.clone();
+            let opened = self
+                .shared()
+                .call(&link, self.limit(), |stub, context| async move {
+                    stub.open_namespace(context, wire).await
+                })
+                .await??;
+            let inner = Arc::new(NamespaceInner {
+                spec: spec.clone(),
+                key: opened.key,
+                bound: Mutex::new(Some((link.generation, opened.id))),
+                key_changed: AtomicBool::new(false),
+            });
+            // A reconnection in between did not restore it.
+            if self.shared().adopt_namespace(&inner, link.generation) {
+                return Ok(NamespaceHandle { inner });
+            }
+        }
     }
 
     /// Makes shared memory for `layout` and registers it. The handle stays valid across
@@ -226,13 +236,17 @@ impl Client {
         layout: RegionLayout,
     ) -> Result<RegionHandle, ClientError> {
         layout.check(memory.bytes())?;
-        let link = self.shared().gate()?;
         let inner = RegionInner::new(memory, layout, Arc::downgrade(self.shared()));
         let inner = Arc::new(inner);
-        let id = self.shared().register(&link, &inner).await?;
-        bind(&inner.bound, Some((link.generation, id)));
-        self.shared().adopt_region(&inner);
-        Ok(RegionHandle { inner })
+        loop {
+            let link = self.shared().gate()?;
+            let id = self.shared().register(&link, &inner).await?;
+            bind(&inner.bound, Some((link.generation, id)));
+            // A reconnection in between did not register it.
+            if self.shared().adopt_region(&inner, link.generation) {
+                return Ok(RegionHandle { inner });
+            }
+        }
     }
 
     /// The longest run of blocks that all of the prefixes have, with a lease of `lease` on it
@@ -475,6 +489,7 @@ impl Client {
                     if left.is_zero() || !matches!(error, ClientError::Call(CallError::Busy(_))) {
                         break;
                     }
+                    tokio::time::sleep(BUSY_PAUSE.min(left)).await;
                 }
             }
             if left.is_zero() {
@@ -490,7 +505,7 @@ impl Client {
         left: Duration,
     ) -> Result<Vec<crate::protocol::TicketEnd>, ClientError> {
         let wait_ms = u32::try_from(left.as_millis()).unwrap_or(u32::MAX);
-        self.try_ask(self.limit() + left, |stub, context| async move {
+        self.try_ask(self.limit().saturating_add(left), |stub, context| async move {
             stub.wait(context, pending, wait_ms).await
         })
         .await
@@ -556,9 +571,10 @@ impl Client {
         timeout: Duration,
     ) -> LoadedPrefix {
         let mut loaded = LoadedPrefix { blocks: 0, outcomes: Vec::new(), late: Vec::new() };
-        let until = Instant::now() + timeout.min(crate::protocol::DEADLINE_MAX);
+        let timeout = timeout.min(crate::protocol::DEADLINE_MAX);
+        let until = Instant::now() + timeout;
         let keys = keys.get(..places.len()).unwrap_or(keys);
-        let found = self.lookup(&[(namespace, keys)], timeout + self.limit()).await;
+        let found = self.lookup(&[(namespace, keys)], timeout.saturating_add(self.limit())).await;
         let Lookup::Hit(Hit { blocks, lease: Some(lease), .. }) = found else { return loaded };
         let blocks: Vec<LoadBlock> = keys
             .iter()

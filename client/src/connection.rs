@@ -1,5 +1,6 @@
 //! One connection at a time, and the task that keeps it: connects, opens namespaces and registers
-//! regions again, probes while the circuit breaker is open, and ends leases that were dropped.
+//! regions again, probes while the circuit breaker is open, ends leases that were dropped, and asks
+//! what became of loads and stores that were given up.
 //!
 //! Lock order: `Shared::state` is taken for moments only, and never while a handle's lock is held.
 
@@ -9,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use kvtide_tiers::catalog::{LeaseId, Limit, RegionId};
+use kvtide_tiers::catalog::{LeaseId, Limit, RegionId, TicketId};
 use tarpc::client::RpcError;
 use tarpc::context::Context;
 use tokio::io::Interest;
@@ -20,9 +21,9 @@ use crate::breaker::Breaker;
 use crate::config::ClientConfig;
 use crate::doubt::LinkEnd;
 use crate::error::ClientError;
-use crate::handles::{NamespaceInner, RegionInner, bind};
+use crate::handles::{NamespaceInner, RegionInner, bind, bound_on};
 use crate::hello::{Answer, Hello, HelloKind, Welcome, recv_answer, send_hello};
-use crate::protocol::{CallError, KvtideClient};
+use crate::protocol::{CallError, DEADLINE_MAX, KvtideClient};
 use crate::transport::client_transport;
 
 /// Leases and regions whose end waits to be told; more are left to their expiry and to the end of
@@ -32,12 +33,15 @@ const CHORES_MAX: usize = 4096;
 /// How long the daemon may take to close a connection that has ended on this side.
 const CLOSE_TIME: Duration = Duration::from_secs(60);
 
+/// How long the daemon is asked to wait for the end of what is in doubt, milliseconds.
+const SETTLE_MS: u32 = 500;
+
 /// One connection to the daemon.
 pub(crate) struct Link {
     pub(crate) generation: u64,
     pub(crate) stub: KvtideClient,
     pub(crate) welcome: Welcome,
-    pub(crate) event: OwnedFd,
+    pub(crate) notify: OwnedFd,
     pub(crate) end: Arc<LinkEnd>,
 }
 
@@ -77,6 +81,7 @@ struct State {
     releases: Vec<(u64, LeaseId)>,
     unregisters: Vec<(u64, RegionId)>,
     generation: u64,
+    settling: bool,
     closed: bool,
 }
 
@@ -101,6 +106,7 @@ impl Shared {
                 releases: Vec::new(),
                 unregisters: Vec::new(),
                 generation: 0,
+                settling: false,
                 closed: false,
             }),
             wake: Notify::new(),
@@ -141,16 +147,27 @@ impl Shared {
         }
     }
 
-    pub(crate) fn adopt_namespace(&self, namespace: &Arc<NamespaceInner>) {
+    /// Keeps a namespace open from now on, across reconnections. `false` when the connection on
+    /// which it was opened is not the current one any more: the next one may not know of it.
+    pub(crate) fn adopt_namespace(&self, namespace: &Arc<NamespaceInner>, generation: u64) -> bool {
         let mut state = self.state();
         state.namespaces.retain(|each| each.strong_count() > 0);
-        state.namespaces.push(Arc::downgrade(namespace));
+        let current = state.link.as_ref().is_some_and(|link| link.generation == generation);
+        if current {
+            state.namespaces.push(Arc::downgrade(namespace));
+        }
+        current
     }
 
-    pub(crate) fn adopt_region(&self, region: &Arc<RegionInner>) {
+    /// As [`Shared::adopt_namespace`], for a region.
+    pub(crate) fn adopt_region(&self, region: &Arc<RegionInner>, generation: u64) -> bool {
         let mut state = self.state();
         state.regions.retain(|each| each.strong_count() > 0);
-        state.regions.push(Arc::downgrade(region));
+        let current = state.link.as_ref().is_some_and(|link| link.generation == generation);
+        if current {
+            state.regions.push(Arc::downgrade(region));
+        }
+        current
     }
 
     pub(crate) fn release_later(&self, generation: u64, lease: LeaseId) {
@@ -197,6 +214,7 @@ impl Shared {
     where
         F: Future<Output = Result<T, RpcError>>,
     {
+        let limit = limit.min(DEADLINE_MAX);
         let mut context = tarpc::context::current();
         context.deadline = Instant::now() + limit;
         let answer = tokio::time::timeout(limit, ask(link.stub.clone(), context)).await;
@@ -278,8 +296,8 @@ impl Shared {
     }
 
     async fn dial(self: &Arc<Self>, generation: u64) -> Result<Link, ClientError> {
-        let (stream, welcome, event) = self.hello(HelloKind::Session, None).await?;
-        let event = event.ok_or(ClientError::NotKvtide { what: "no eventfd in the answer" })?;
+        let (stream, welcome, notify) = self.hello(HelloKind::Session, None).await?;
+        let notify = notify.ok_or(ClientError::NotKvtide { what: "no pipe in the answer" })?;
         let mut config = tarpc::client::Config::default();
         config.max_in_flight_requests =
             usize::try_from(welcome.limits.calls_in_flight.max(1)).unwrap_or(1);
@@ -307,7 +325,7 @@ impl Shared {
                 read_to_end(held, &reached, CLOSE_TIME).await;
             }
         });
-        Ok(Link { generation, stub, welcome, event, end })
+        Ok(Link { generation, stub, welcome, notify, end })
     }
 
     async fn hello(
@@ -320,14 +338,14 @@ impl Shared {
         let talk = async {
             let stream = UnixStream::connect(socket).await.map_err(fail)?;
             send_hello(&stream, &Hello::new(kind, &self.config.name), fd).await.map_err(fail)?;
-            let (answer, event) = recv_answer(&stream).await.map_err(|error| {
+            let (answer, fd) = recv_answer(&stream).await.map_err(|error| {
                 if error.kind() == io::ErrorKind::InvalidData {
                     return ClientError::NotKvtide { what: "the answer to the hello" };
                 }
                 fail(error)
             })?;
             match answer {
-                Answer::Welcome(welcome) => Ok((stream, welcome, event)),
+                Answer::Welcome(welcome) => Ok((stream, welcome, fd)),
                 Answer::Refused { reason, message, .. } => {
                     Err(ClientError::Refused { reason, message })
                 }
@@ -463,6 +481,7 @@ pub(crate) async fn supervise(shared: Arc<Shared>) {
             (Some(link), None) => {
                 pause = shared.config.backoff;
                 chores(&shared, &link).await;
+                start_settling(&shared, &link);
                 idle(&shared).await;
             }
             (Some(link), Some(at)) => {
@@ -536,10 +555,78 @@ async fn chores(shared: &Arc<Shared>, link: &Arc<Link>) {
     }
 }
 
+/// A region with places in doubt on one connection.
+struct InDoubt {
+    region: Arc<RegionInner>,
+    id: RegionId,
+    newest: u64,
+    tickets: Vec<TicketId>,
+}
+
+fn in_doubt(shared: &Shared, link: &Link) -> Vec<InDoubt> {
+    let regions: Vec<_> = shared.state().regions.iter().filter_map(Weak::upgrade).collect();
+    let found = regions.into_iter().filter_map(|region| {
+        let id = bound_on(&region.bound, link.generation)?;
+        let (newest, tickets) = region.doubts().on(link.generation)?;
+        Some(InDoubt { region, id, newest, tickets })
+    });
+    found.collect()
+}
+
+/// Starts the task that settles doubts, if there are any and it does not run yet.
+fn start_settling(shared: &Arc<Shared>, link: &Arc<Link>) {
+    if in_doubt(shared, link).is_empty() || std::mem::replace(&mut shared.state().settling, true) {
+        return;
+    }
+    let (shared, link) = (Arc::clone(shared), Arc::clone(link));
+    tokio::spawn(async move {
+        settle(&shared, &link).await;
+        shared.state().settling = false;
+        // A doubt that came up meanwhile starts the next round.
+        shared.wake();
+    });
+}
+
+/// Asks the daemon until nothing on this connection is in doubt.
+async fn settle(shared: &Arc<Shared>, link: &Arc<Link>) {
+    loop {
+        let (current, well) = {
+            let state = shared.state();
+            let generation = state.link.as_ref().map(|link| link.generation);
+            (generation == Some(link.generation), state.breaker.probe_at().is_none())
+        };
+        let doubts = in_doubt(shared, link);
+        if !current || doubts.is_empty() {
+            return;
+        }
+        let mut answered = false;
+        for InDoubt { region, id, newest, tickets } in doubts.into_iter().take_while(|_| well) {
+            let limit = Duration::from_millis(SETTLE_MS.into());
+            let limit = shared.config.call_timeout.saturating_add(limit);
+            let ask = |stub: KvtideClient, context| async move {
+                stub.quiesce(context, id, SETTLE_MS).await
+            };
+            let Ok(Ok(quiet)) = shared.call(link, limit, ask).await else { continue };
+            answered = true;
+            if quiet {
+                region.doubts().settle(link.generation, newest);
+                // Nobody else will take their outcomes, which take room in the daemon.
+                let ask = |stub: KvtideClient, context| async move {
+                    stub.wait(context, tickets, 0).await
+                };
+                let _ = shared.call(link, shared.config.call_timeout, ask).await;
+            }
+        }
+        if !answered {
+            tokio::time::sleep(shared.config.backoff).await;
+        }
+    }
+}
+
 impl Link {
-    /// A duplicate of the eventfd that counts ended tickets.
-    pub(crate) fn event_fd(&self) -> io::Result<OwnedFd> {
-        self.event.as_fd().try_clone_to_owned()
+    /// A duplicate of the pipe's end that says that tickets have ended.
+    pub(crate) fn notify_fd(&self) -> io::Result<OwnedFd> {
+        self.notify.as_fd().try_clone_to_owned()
     }
 }
 

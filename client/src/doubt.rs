@@ -116,7 +116,6 @@ impl Doubts {
     }
 
     /// The newest doubt of a connection, and the tickets of all of its doubts.
-    #[cfg_attr(not(test), expect(dead_code, reason = "nobody settles doubts yet"))]
     pub(crate) fn on(&mut self, generation: u64) -> Option<(u64, Vec<TicketId>)> {
         self.prune();
         let here = || self.list.iter().filter(move |doubt| doubt.generation == generation);
@@ -125,7 +124,6 @@ impl Doubts {
     }
 
     /// The daemon has ended everything of this connection up to the doubt `newest`.
-    #[cfg_attr(not(test), expect(dead_code, reason = "nobody settles doubts yet"))]
     pub(crate) fn settle(&mut self, generation: u64, newest: u64) {
         self.list.retain(|doubt| doubt.generation != generation || doubt.number > newest);
     }

@@ -8,7 +8,8 @@
 //!                     | token 16 | fd number u64 | limits 6 x u32 | 0 u64, then the text
 //! ```
 //! Numbers are little-endian. The sizes stay the same in every version, so that both sides can name
-//! a version they do not speak. A session's answer carries the eventfd that counts ended tickets.
+//! a version they do not speak. A session's answer carries the reading end of a pipe
+//! that becomes readable when tickets end.
 //! An attach hello carries the descriptor to attach, and its answer the number under which the
 //! session finds it. The token keeps one client from attaching to another's session.
 
@@ -197,7 +198,7 @@ pub async fn recv_hello(stream: &UnixStream) -> io::Result<(Hello, Option<OwnedF
     Ok((hello, fd))
 }
 
-/// Sends the daemon's answer, with the eventfd for a session.
+/// Sends the daemon's answer, with the pipe's end for a session.
 ///
 /// # Errors
 /// What the socket reports.

@@ -69,6 +69,9 @@ pub trait Kvtide {
     async fn namespaces() -> Result<Vec<NamespaceRow>, CallError>;
     /// Stops admission and writes all dirty blocks down. Operators only.
     async fn drain() -> Result<Drained, CallError>;
+    /// Waits until every load and store of the region that was sent before has ended, whether or
+    /// not anybody waits for its ticket; `false` when the time was over first.
+    async fn quiesce(region: RegionId, wait_ms: u32) -> Result<bool, CallError>;
 }
 
 /// Why a call was not done. A miss is not among them: it is a value.

@@ -1,7 +1,7 @@
 //! Wires the daemon together: store folder, node, sessions, counters. Owns no logic of its own
 //! beyond who may see which namespace.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
@@ -69,7 +69,11 @@ pub struct App {
     pub notes: Vec<String>,
     /// Whether a drain is under way or done.
     pub draining: AtomicBool,
+    /// Held while a namespace is opened, so that limits are kept by those who open at once.
+    pub opening: Arc<tokio::sync::Mutex<()>>,
     folder: StoreFolder,
+    // What the folder's table has, so that nobody waits for its disk to look something up.
+    namespaces: RwLock<BTreeMap<NamespaceId, NamespaceEntry>>,
     node: NodeHandle,
     own_session: SessionId,
     sessions: Mutex<HashMap<SessionId, Arc<Session>>>,
@@ -100,7 +104,9 @@ impl App {
             started: Instant::now(),
             notes,
             draining: AtomicBool::new(false),
+            opening: Arc::default(),
             folder,
+            namespaces: RwLock::default(),
             node: handle,
             own_session,
             sessions: Mutex::default(),
@@ -108,7 +114,7 @@ impl App {
             config,
         };
         for entry in app.folder.entries() {
-            app.tell_node(&entry);
+            app.learn(entry);
         }
         Ok((Arc::new(app), node))
     }
@@ -172,21 +178,55 @@ impl App {
         }
     }
 
-    /// Opens a namespace for a caller. Blocks on the disk when it is a new one.
+    /// Opens a namespace for a session. Blocks on the disk when it is a new one; what is refused
+    /// leaves nothing there. Called by one at a time, see [`App::opening`].
     ///
     /// # Errors
-    /// A namespace that the caller may not open, or that is not valid.
+    /// A namespace that the caller may not open, or that is not valid, or a limit that is reached.
     pub fn open_namespace(
         &self,
-        caller: &Caller,
+        session: &Session,
         spec: &NamespaceSpec,
     ) -> Result<OpenedNamespace, CallError> {
-        let owner = self.owner(caller, spec)?;
+        let owner = self.owner(&session.caller, spec)?;
+        let limits = self.limits();
+        let known = self.check_namespaces(&owner, spec, limits.namespaces_per_tenant)?;
+        session.check_room(known, limits.namespaces_per_session).map_err(|max| {
+            CallError::Invalid(format!(
+                "this session has {max} namespaces open, which is all that \
+                 `limits.namespaces_per_session` allows"
+            ))
+        })?;
         let entry = self.folder.namespace(&owner, &spec.namespace).map_err(folder_error)?;
         let secret = self.folder.tenant_secret(&owner).map_err(folder_error)?;
-        self.tell_node(&entry);
-        let key = NamespaceKey::derive(&secret, &spec.namespace);
-        Ok(OpenedNamespace { id: entry.id, key })
+        let id = entry.id;
+        self.learn(entry);
+        session.open(id);
+        Ok(OpenedNamespace { id, key: NamespaceKey::derive(&secret, &spec.namespace) })
+    }
+
+    /// The number of a namespace that is there; `None` for a new one, for which there is room.
+    fn check_namespaces(
+        &self,
+        owner: &str,
+        spec: &NamespaceSpec,
+        max: u32,
+    ) -> Result<Option<NamespaceId>, CallError> {
+        let namespaces = self.namespaces();
+        let owned = || namespaces.values().filter(|entry| entry.tenant == owner);
+        let known = owned().find(|entry| entry.namespace == spec.namespace).map(|entry| entry.id);
+        if known.is_none() && owned().count() >= usize::try_from(max).unwrap_or(usize::MAX) {
+            let text = format!(
+                "\"{owner}\" has {max} namespaces, which is all that \
+                 `limits.namespaces_per_tenant` allows; open one of them, or raise the limit"
+            );
+            return Err(CallError::Invalid(text));
+        }
+        Ok(known)
+    }
+
+    fn namespaces(&self) -> std::sync::RwLockReadGuard<'_, BTreeMap<NamespaceId, NamespaceEntry>> {
+        self.namespaces.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn owner(&self, caller: &Caller, spec: &NamespaceSpec) -> Result<String, CallError> {
@@ -217,25 +257,26 @@ impl App {
     /// # Errors
     /// No such namespace, or the table could not be written.
     pub fn retire_namespace(&self, id: NamespaceId) -> Result<(), CallError> {
-        self.folder.bump_generation(id).map_err(folder_error)?;
-        if let Some(entry) = self.folder.entries().into_iter().find(|entry| entry.id == id) {
-            self.tell_node(&entry);
+        let generation = self.folder.bump_generation(id).map_err(folder_error)?;
+        let entry = self.namespaces().get(&id).cloned();
+        if let Some(entry) = entry {
+            self.learn(NamespaceEntry { generation, ..entry });
         }
         Ok(())
     }
 
     /// The namespaces that a caller may see.
     pub fn visible(&self, caller: &Caller) -> Vec<NamespaceRow> {
-        let mut entries = self.folder.entries();
-        entries.retain(|entry| self.may_see(caller, &entry.tenant));
-        entries.into_iter().map(row).collect()
+        let namespaces = self.namespaces();
+        let seen = namespaces.values().filter(|entry| self.may_see(caller, &entry.tenant));
+        seen.cloned().map(row).collect()
     }
 
     /// Who owns a namespace, if the caller may see it.
     pub fn owner_seen(&self, caller: &Caller, id: NamespaceId) -> Option<String> {
-        let entries = self.folder.entries();
-        let entry = entries.into_iter().find(|entry| entry.id == id)?;
-        self.may_see(caller, &entry.tenant).then_some(entry.tenant)
+        let namespaces = self.namespaces();
+        let owner = &namespaces.get(&id)?.tenant;
+        self.may_see(caller, owner).then(|| owner.clone())
     }
 
     fn may_see(&self, caller: &Caller, owner: &str) -> bool {
@@ -246,8 +287,11 @@ impl App {
         caller.operator || own
     }
 
-    fn tell_node(&self, entry: &NamespaceEntry) {
-        self.node.add_namespace(namespace_info(self.tenants(), entry));
+    /// Takes an entry of the folder's table over, and tells the node.
+    fn learn(&self, entry: NamespaceEntry) {
+        self.node.add_namespace(namespace_info(self.tenants(), &entry));
+        let mut namespaces = self.namespaces.write().unwrap_or_else(PoisonError::into_inner);
+        namespaces.insert(entry.id, entry);
     }
 
     /// Marks the drain as under way.

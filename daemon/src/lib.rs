@@ -20,5 +20,6 @@ mod run;
 pub mod service;
 pub mod session;
 pub mod status;
+pub mod touches;
 
 pub use run::run_daemon;

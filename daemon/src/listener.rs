@@ -15,7 +15,6 @@ use kvtide_client::hello::{
 use kvtide_client::protocol::{FRAME_BYTES_MAX, Kvtide, PROTOCOL_VERSION};
 use kvtide_client::transport::server_transport;
 use kvtide_tiers::catalog::SessionId;
-use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{FlockOperation, flock};
 use tarpc::server::{BaseChannel, Channel};
 use tokio::net::{UnixListener, UnixStream};
@@ -26,7 +25,7 @@ use crate::app::{App, AppError};
 use crate::config::Caller;
 use crate::counters::ServiceCounters;
 use crate::service::Service;
-use crate::session::{Session, Tickets};
+use crate::session::{Session, Tickets, notify_pipe};
 
 /// Longest time that a hello may take.
 const HELLO_TIME: Duration = Duration::from_secs(2);
@@ -243,15 +242,13 @@ async fn open_session(
         return Err(full());
     }
     let system = |error: std::io::Error| Refused(HelloRefusal::Other, error.to_string());
-    let event = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
-        .map_err(|error| system(error.into()))?;
-    let theirs = event.try_clone().map_err(system)?;
+    let (theirs, notify) = notify_pipe().map_err(system)?;
     let held = stream.as_fd().try_clone_to_owned().map_err(system)?;
     let mut token = [0; 16];
     getrandom::fill(&mut token).map_err(|error| system(std::io::Error::other(error)))?;
     let tenant = caller.tenant.as_ref().map(|tenant| tenant.id);
     let counters = app.tenant_counters(tenant);
-    let tickets = Arc::new(Tickets::new(event, Arc::clone(&counters)));
+    let tickets = Arc::new(Tickets::new(notify, Arc::clone(&counters)));
     let notified = Arc::clone(&tickets);
     let notify = Arc::new(move |ticket, outcomes| notified.ended(ticket, outcomes));
     let tenant = tenant.unwrap_or(kvtide_tiers::catalog::TenantId(u32::MAX));
@@ -315,7 +312,8 @@ async fn serve(guard: &SessionGuard, stream: UnixStream) {
         tokio::select! {
             request = requests.next() => match request {
                 Some(Ok(request)) => {
-                    calls.spawn(request.execute(service.clone().serve()));
+                    let service = service.for_call(&request.get().message);
+                    calls.spawn(request.execute(service.serve()));
                 }
                 Some(Err(error)) => {
                     if !hung_up(&error) {

@@ -41,6 +41,7 @@ fn apply_limits(start: &ServiceLimits, new: &ServiceLimits) -> (ServiceLimits, V
     now.calls_in_flight = new.calls_in_flight;
     now.descriptors_waiting = new.descriptors_waiting;
     now.namespaces_per_session = new.namespaces_per_session;
+    now.namespaces_per_tenant = new.namespaces_per_tenant;
     macro_rules! lower {
         ($($key:ident),*) => {$(
             now.catalog.$key = new.catalog.$key.min(start.catalog.$key);

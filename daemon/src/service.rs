@@ -6,9 +6,9 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use kvtide_client::protocol::{
-    CallError, Drained, Kvtide, NamespaceRow, NamespaceSpec, OpenedNamespace, PROTOCOL_VERSION,
-    Pinned, StatsReply, StatusReport, TicketEnd, TicketReply, VersionInfo, WireForget, WireInspect,
-    WireLoad, WirePrefix, WireStore, unpack_keys,
+    CallError, Drained, Kvtide, KvtideRequest, NamespaceRow, NamespaceSpec, OpenedNamespace,
+    PROTOCOL_VERSION, Pinned, StatsReply, StatusReport, TicketEnd, TicketReply, VersionInfo,
+    WireForget, WireInspect, WireLoad, WirePrefix, WireStore, unpack_keys,
 };
 use kvtide_tiers::block::{BlockKey, NamespaceId, RegionLayout};
 use kvtide_tiers::catalog::{
@@ -21,6 +21,7 @@ use tarpc::context::Context;
 use crate::app::App;
 use crate::counters::ServiceCounters;
 use crate::session::Session;
+use crate::touches::Touch;
 
 /// Longest time that a call may wait for tickets.
 const WAIT_MAX: Duration = Duration::from_secs(600);
@@ -30,6 +31,7 @@ const WAIT_MAX: Duration = Duration::from_secs(600);
 pub struct Service {
     app: Arc<App>,
     session: Arc<Session>,
+    touch: Option<Arc<Touch>>,
 }
 
 /// Removes the ticket's entry when the call that made it is given up.
@@ -49,7 +51,19 @@ impl Drop for Waited<'_> {
 impl Service {
     /// The service for `session`.
     pub fn new(app: Arc<App>, session: Arc<Session>) -> Service {
-        Service { app, session }
+        Service { app, session, touch: None }
+    }
+
+    /// The service for one call, made in the order in which the calls are received: from now on
+    /// the region that it names is touched.
+    pub fn for_call(&self, call: &KvtideRequest) -> Service {
+        let region = match call {
+            KvtideRequest::Load { load, .. } => Some(load.region),
+            KvtideRequest::Store { store, .. } => Some(store.region),
+            _ => None,
+        };
+        let touch = region.map(|region| Arc::new(self.session.touches.begin(region)));
+        Service { touch, ..self.clone() }
     }
 
     fn called(&self, verb: &'static str) {
@@ -119,7 +133,7 @@ impl Service {
     async fn ticket(&self, request: Request, wait_ms: u32) -> Result<TicketReply, CallError> {
         let max = self.app.limits().catalog.tickets_per_session;
         let room = self.session.tickets.reserve(max).map_err(CallError::Busy)?;
-        let tickets = Arc::clone(&self.session.tickets);
+        let (tickets, touch) = (Arc::clone(&self.session.tickets), self.touch.clone());
         let (answer, answered_by) = tokio::sync::oneshot::channel();
         self.app.node().ask(self.session.id, request, move |reply| {
             let ticket = match &reply {
@@ -127,7 +141,7 @@ impl Service {
                 _ => None,
             };
             if let Some(ticket) = ticket {
-                tickets.admit(ticket, !answer.is_closed(), room);
+                tickets.admit(ticket, !answer.is_closed(), room, touch);
             }
             if answer.send(reply).is_err()
                 && let Some(ticket) = ticket
@@ -238,7 +252,12 @@ impl Service {
             WireForget::Namespace(namespace) => {
                 let namespace = self.managed(namespace, true)?;
                 let app = Arc::clone(&self.app);
-                let retired = tokio::task::spawn_blocking(move || app.retire_namespace(namespace));
+                let turn = Arc::clone(&self.app.opening).lock_owned().await;
+                let retired = tokio::task::spawn_blocking(move || {
+                    let retired = app.retire_namespace(namespace);
+                    drop(turn);
+                    retired
+                });
                 retired.await.map_err(|_| odd_reply())??;
                 Forget::Namespace { namespace }
             }
@@ -352,14 +371,12 @@ impl Kvtide for Service {
         spec: NamespaceSpec,
     ) -> Result<OpenedNamespace, CallError> {
         self.called("open_namespace");
-        let max = self.app.limits().namespaces_per_session;
         let (app, session) = (Arc::clone(&self.app), Arc::clone(&self.session));
+        let turn = Arc::clone(&self.app.opening).lock_owned().await;
         let opened = tokio::task::spawn_blocking(move || {
-            let opened = app.open_namespace(&session.caller, &spec)?;
-            session.open(opened.id, max).map_err(|max| {
-                CallError::Invalid(format!("at most {max} namespaces per session are allowed"))
-            })?;
-            Ok(opened)
+            let opened = app.open_namespace(&session, &spec);
+            drop(turn);
+            opened
         });
         self.done(opened.await.unwrap_or_else(|_| Err(odd_reply())))
     }
@@ -376,8 +393,17 @@ impl Kvtide for Service {
 
     async fn unregister_region(self, _: Context, region: RegionId) -> Result<(), CallError> {
         self.called("unregister_region");
-        self.app.node().unregister_region(self.session.id, region);
-        Ok(())
+        let (app, session) = (Arc::clone(&self.app), self.session.id);
+        // Waits for copies that are under way.
+        let ended =
+            tokio::task::spawn_blocking(move || app.node().unregister_region(session, region));
+        ended.await.map_err(|_| odd_reply())
+    }
+
+    async fn quiesce(self, _: Context, region: RegionId, wait_ms: u32) -> Result<bool, CallError> {
+        self.called("quiesce");
+        let limit = Duration::from_millis(wait_ms.into()).min(WAIT_MAX);
+        Ok(self.session.touches.quiesce(region, limit).await)
     }
 
     async fn lookup(

@@ -13,6 +13,7 @@ use kvtide_tiers::catalog::{Limit, Outcome, SessionId, TenantId, TicketId, Tier}
 use tokio::sync::Notify;
 
 use crate::config::Caller;
+use crate::touches::{Touch, Touches};
 
 /// How long a descriptor waits for its region.
 const DESCRIPTOR_LIFE: Duration = Duration::from_secs(10);
@@ -83,6 +84,8 @@ pub struct Session {
     pub tickets: Arc<Tickets>,
     /// Counters of its tenant.
     pub counters: Arc<TenantCounters>,
+    /// What may still copy from or to its regions.
+    pub touches: Arc<Touches>,
     namespaces: Mutex<HashSet<NamespaceId>>,
     descriptors: Mutex<Descriptors>,
 }
@@ -104,6 +107,7 @@ impl Session {
             name,
             tickets,
             counters,
+            touches: Arc::default(),
             namespaces: Mutex::default(),
             descriptors: Mutex::default(),
         }
@@ -114,17 +118,22 @@ impl Session {
         self.caller.tenant.as_ref().map(|tenant| tenant.id)
     }
 
-    /// Notes that the session opened a namespace.
+    /// Whether the session may open one more namespace; one that it has open it may always.
     ///
     /// # Errors
     /// `max` are open already.
-    pub fn open(&self, namespace: NamespaceId, max: u32) -> Result<(), u32> {
-        let mut open = lock(&self.namespaces);
-        if !open.contains(&namespace) && open.len() >= usize::try_from(max).unwrap_or(usize::MAX) {
+    pub fn check_room(&self, namespace: Option<NamespaceId>, max: u32) -> Result<(), u32> {
+        let open = lock(&self.namespaces);
+        let known = namespace.is_some_and(|namespace| open.contains(&namespace));
+        if !known && open.len() >= usize::try_from(max).unwrap_or(usize::MAX) {
             return Err(max);
         }
-        open.insert(namespace);
         Ok(())
+    }
+
+    /// Notes that the session opened a namespace.
+    pub fn open(&self, namespace: NamespaceId) {
+        lock(&self.namespaces).insert(namespace);
     }
 
     /// Whether the session opened the namespace.
@@ -176,12 +185,22 @@ impl Descriptors {
     }
 }
 
+/// The pipe that tells a client of ended tickets: its end and ours. The flags of a pipe's end
+/// belong to that end alone, so that nothing the client does to its own can make our writes block.
+///
+/// # Errors
+/// Out of file descriptors.
+pub fn notify_pipe() -> std::io::Result<(OwnedFd, OwnedFd)> {
+    use rustix::pipe::{PipeFlags, pipe_with};
+    Ok(pipe_with(PipeFlags::NONBLOCK | PipeFlags::CLOEXEC)?)
+}
+
 /// The tickets of one session: under way, or ended and not waited for yet.
 ///
 /// The node may report an end before it has answered the question that made the ticket; both
 /// orders lead to one entry, which is removed when its outcome is taken.
 pub struct Tickets {
-    event: OwnedFd,
+    notify: OwnedFd,
     changed: Notify,
     counters: Arc<TenantCounters>,
     book: Mutex<Book>,
@@ -194,9 +213,11 @@ struct Book {
 }
 
 enum Entry {
-    Pending,
-    /// Nobody will wait for it: the call that made it was given up.
-    Abandoned,
+    /// Nobody will wait for it when it is not `heard`: the call that made it was given up.
+    UnderWay {
+        heard: bool,
+        _touch: Option<Arc<Touch>>,
+    },
     Ended(Vec<Outcome>, Instant),
 }
 
@@ -213,14 +234,9 @@ impl Drop for Reservation {
 }
 
 impl Tickets {
-    /// No tickets; `event` counts those that end.
-    pub fn new(event: OwnedFd, counters: Arc<TenantCounters>) -> Tickets {
-        Tickets { event, changed: Notify::new(), counters, book: Mutex::default() }
-    }
-
-    /// The eventfd that counts ended tickets.
-    pub fn event(&self) -> &OwnedFd {
-        &self.event
+    /// No tickets; `notify` gets a byte for each that ends, and must not block.
+    pub fn new(notify: OwnedFd, counters: Arc<TenantCounters>) -> Tickets {
+        Tickets { notify, changed: Notify::new(), counters, book: Mutex::default() }
     }
 
     /// Makes room for one more ticket.
@@ -243,8 +259,15 @@ impl Tickets {
         Ok(Reservation { tickets: Arc::clone(self) })
     }
 
-    /// The node made a ticket. With `heard` false nobody will wait for it.
-    pub fn admit(&self, ticket: TicketId, heard: bool, room: Reservation) {
+    /// The node made a ticket. With `heard` false nobody will wait for it. The region that it
+    /// touches is touched until it ends.
+    pub fn admit(
+        &self,
+        ticket: TicketId,
+        heard: bool,
+        room: Reservation,
+        touch: Option<Arc<Touch>>,
+    ) {
         let mut book = lock(&self.book);
         match book.entries.get(&ticket) {
             Some(Entry::Ended(..)) if !heard => {
@@ -252,8 +275,7 @@ impl Tickets {
             }
             Some(_) => {}
             None => {
-                let entry = if heard { Entry::Pending } else { Entry::Abandoned };
-                book.entries.insert(ticket, entry);
+                book.entries.insert(ticket, Entry::UnderWay { heard, _touch: touch });
             }
         }
         drop(book);
@@ -264,11 +286,11 @@ impl Tickets {
     pub fn abandon(&self, ticket: TicketId) {
         let mut book = lock(&self.book);
         match book.entries.get_mut(&ticket) {
-            Some(entry @ Entry::Pending) => *entry = Entry::Abandoned,
+            Some(Entry::UnderWay { heard, .. }) => *heard = false,
             Some(Entry::Ended(..)) => {
                 book.entries.remove(&ticket);
             }
-            _ => {}
+            None => {}
         }
     }
 
@@ -276,14 +298,15 @@ impl Tickets {
     pub fn ended(&self, ticket: TicketId, outcomes: Vec<Outcome>) {
         self.counters.count(&outcomes);
         let mut book = lock(&self.book);
-        if matches!(book.entries.get(&ticket), Some(Entry::Abandoned)) {
+        if matches!(book.entries.get(&ticket), Some(Entry::UnderWay { heard: false, .. })) {
             book.entries.remove(&ticket);
         } else {
             book.entries.insert(ticket, Entry::Ended(outcomes, Instant::now()));
         }
         drop(book);
-        // The counter is full after 2^64 - 2 ends that nobody read.
-        let _ = rustix::io::write(self.event.as_fd(), &1u64.to_ne_bytes());
+        // A pipe that is full says already that tickets have ended, and one whose client closed
+        // its end has nobody to tell.
+        let _ = rustix::io::write(self.notify.as_fd(), &[1]);
         self.changed.notify_waiters();
     }
 
@@ -309,7 +332,7 @@ impl Tickets {
         let mut ends = Vec::new();
         for ticket in tickets {
             let outcomes = match book.entries.get(ticket) {
-                Some(Entry::Pending | Entry::Abandoned) => continue,
+                Some(Entry::UnderWay { .. }) => continue,
                 None => None,
                 Some(Entry::Ended(..)) => match book.entries.remove(ticket) {
                     Some(Entry::Ended(outcomes, _)) => Some(outcomes),
@@ -325,26 +348,40 @@ impl Tickets {
 #[cfg(test)]
 mod tests {
     use kvtide_tiers::catalog::MissReason;
-    use rustix::event::{EventfdFlags, eventfd};
 
     use super::*;
 
+    fn tickets_and_pipe() -> (Arc<Tickets>, OwnedFd) {
+        let (theirs, notify) = notify_pipe().unwrap();
+        (Arc::new(Tickets::new(notify, Arc::default())), theirs)
+    }
+
     fn tickets() -> Arc<Tickets> {
-        let event = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC).unwrap();
-        Arc::new(Tickets::new(event, Arc::default()))
+        tickets_and_pipe().0
+    }
+
+    #[test]
+    fn a_client_that_makes_its_end_block_does_not_block_the_daemon() {
+        let (tickets, theirs) = tickets_and_pipe();
+        rustix::fs::fcntl_setfl(&theirs, rustix::fs::OFlags::empty()).unwrap();
+        for id in 0..100_000 {
+            tickets.ended(TicketId(id), Vec::new());
+        }
+        drop(theirs);
+        tickets.ended(TicketId(0), Vec::new());
     }
 
     #[tokio::test]
     async fn a_ticket_ends_once_in_whatever_order_the_node_reports() {
-        let tickets = tickets();
+        let (tickets, theirs) = tickets_and_pipe();
         let outcomes = vec![Outcome::Loaded(Tier::Host), Outcome::Missed(MissReason::Absent)];
         for (id, end_first) in [(TicketId(1), false), (TicketId(2), true)] {
             let room = tickets.reserve(1).unwrap();
             if end_first {
                 tickets.ended(id, outcomes.clone());
-                tickets.admit(id, true, room);
+                tickets.admit(id, true, room, None);
             } else {
-                tickets.admit(id, true, room);
+                tickets.admit(id, true, room, None);
                 assert!(tickets.wait(&[id], Duration::ZERO).await.is_empty());
                 tickets.ended(id, outcomes.clone());
             }
@@ -353,9 +390,7 @@ mod tests {
             let again = tickets.wait(&[id], Duration::ZERO).await;
             assert_eq!(again, [TicketEnd { ticket: id, outcomes: None }]);
         }
-        let mut count = [0; 8];
-        rustix::io::read(tickets.event().as_fd(), &mut count).unwrap();
-        assert_eq!(u64::from_ne_bytes(count), 2);
+        assert_eq!(rustix::io::read(&theirs, &mut [0; 8]), Ok(2), "a byte for each");
     }
 
     #[tokio::test]
@@ -365,9 +400,9 @@ mod tests {
         let other = tickets.reserve(2).unwrap();
         assert_eq!(tickets.reserve(2).err(), Some(Limit::Tickets));
         drop(other);
-        tickets.admit(TicketId(1), false, room);
+        tickets.admit(TicketId(1), false, room, None);
         let room = tickets.reserve(2).unwrap();
-        tickets.admit(TicketId(2), true, room);
+        tickets.admit(TicketId(2), true, room, None);
         assert!(tickets.reserve(2).is_err());
         tickets.abandon(TicketId(2));
         for id in [TicketId(1), TicketId(2)] {
@@ -381,7 +416,7 @@ mod tests {
     async fn a_wait_wakes_when_a_ticket_ends() {
         let tickets = tickets();
         let room = tickets.reserve(1).unwrap();
-        tickets.admit(TicketId(1), true, room);
+        tickets.admit(TicketId(1), true, room, None);
         let waiter = Arc::clone(&tickets);
         let wait =
             tokio::spawn(async move { waiter.wait(&[TicketId(1)], Duration::from_secs(60)).await });

@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 use kvtide_client::blocking::Client;
 use kvtide_client::hello::{Hello, HelloKind, HelloRefusal, encode_hello};
 use kvtide_client::{
-    ClientConfig, ClientError, ElementType, ForgetWhat, Inspect, KvLayout, Lookup, Model,
-    Namespace, NamespaceSpec, Outcome, RankScope, RegionLayout, Tier,
+    BlockKey, ClientConfig, ClientError, ElementType, ForgetWhat, Inspect, KvLayout, LoadBlock,
+    Lookup, Model, Namespace, NamespaceSpec, Outcome, RankScope, RegionHandle, RegionLayout,
+    StoreBlock, Tier,
 };
 
 const BLOCK: usize = 64 << 10;
@@ -177,6 +178,8 @@ fn blocks_survive_a_kill_and_handles_stay_valid() {
         region.read_block(*to, &mut got).unwrap();
         assert!(got == bytes(*from), "place {to}");
     }
+    let loaded = client.load_prefix(&namespace, &region, &keys, &other, Duration::MAX);
+    assert_eq!(loaded.blocks, 8, "a deadline beyond all clocks is shortened");
     assert_eq!(client.inspect(&Inspect::default()).unwrap().rows.len(), 8);
     let id = namespace.id().unwrap();
     assert_eq!(client.namespaces().unwrap()[0].id, id);
@@ -246,10 +249,15 @@ fn another_version_is_refused_with_a_sentence() {
 fn limits_refuse_and_do_not_queue() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("kvtided.toml");
-    std::fs::write(&file, "[limits]\nsessions = 2\nkeys_per_call = 4\n").unwrap();
+    std::fs::write(
+        &file,
+        "[limits]\nsessions = 2\nkeys_per_call = 4\n\
+                 namespaces_per_session = 2\nnamespaces_per_tenant = 2\n",
+    )
+    .unwrap();
     let daemon = Daemon::start(&["--config", file.to_str().unwrap()]);
     let client = daemon.client();
-    let _second = daemon.client();
+    let second = daemon.client();
     let error = Client::connect(daemon.config()).unwrap_err();
     let ClientError::Refused { reason, message } = error else { panic!("{error}") };
     assert_eq!(reason, HelloRefusal::TooManySessions);
@@ -259,6 +267,13 @@ fn limits_refuse_and_do_not_queue() {
     let error = client.touch(&namespace, &keys).unwrap_err().to_string();
     assert!(error.contains("TooManyKeys"), "{error}");
     assert_eq!(client.touch(&namespace, &keys[..4]).unwrap(), 0);
+    client.open_namespace(&spec("b")).unwrap();
+    client.open_namespace(&spec("a")).expect("it is open already");
+    for client in [&client, &second] {
+        let error = client.open_namespace(&spec("c")).unwrap_err().to_string();
+        assert!(error.contains("limits.namespaces_per_tenant"), "{error}");
+    }
+    assert_eq!(client.namespaces().unwrap().len(), 2, "what is refused leaves no entry");
 }
 
 #[test]
@@ -286,6 +301,85 @@ fn a_stopped_daemon_costs_microseconds_once_the_breaker_is_open() {
         assert!(Instant::now() < until, "the breaker does not close");
         std::thread::sleep(Duration::from_millis(20));
     }
+}
+
+/// Waits until the daemon has settled what was given up.
+fn settled(region: &RegionHandle) {
+    let until = Instant::now() + 10 * SECOND;
+    while !region.places_in_doubt().is_empty() {
+        assert!(Instant::now() < until, "{:?} stay in doubt", region.places_in_doubt());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn a_store_that_is_given_up_does_not_poison_its_key() {
+    let mut daemon = Daemon::start(&[]);
+    let config = ClientConfig { call_timeout: Duration::from_millis(200), ..daemon.config() };
+    let client = Client::connect(config).unwrap();
+    let namespace = client.open_namespace(&spec("a")).unwrap();
+    let region = client.create_region(RegionLayout::opaque(4, BLOCK as u64)).unwrap();
+    let keys = namespace.chain(&(0..12).collect::<Vec<u32>>());
+    let block = |at: usize, place| StoreBlock {
+        key: keys[at],
+        parent: if at == 0 { BlockKey::ROOT } else { keys[at - 1] },
+        position: at as u32,
+        tokens: 4,
+        place,
+    };
+    region.write_block(0, &bytes(0)).unwrap();
+
+    // Its deadline passes.
+    daemon.signal(rustix::process::Signal::STOP);
+    let ticket = client.store(&namespace, 0, &region, &[block(0, 0)], Duration::ZERO);
+    assert!(matches!(ticket.failure(), Some(ClientError::Deadline { .. })), "{ticket:?}");
+    assert_eq!(region.places_in_doubt(), [0]);
+    let refused = region.write_block(0, &bytes(1)).unwrap_err();
+    assert!(matches!(refused, ClientError::PlaceInDoubt { place: 0 }), "{refused}");
+    let ticket = client.store(&namespace, 0, &region, &[block(1, 0)], Duration::ZERO);
+    assert!(matches!(ticket.failure(), Some(ClientError::PlaceInDoubt { place: 0 })));
+    region.write_block(1, &bytes(1)).expect("another place is of use");
+    daemon.signal(rustix::process::Signal::CONT);
+    settled(&region);
+    region.write_block(0, &bytes(2)).unwrap();
+    let other = client.store_prefix(&namespace, 0, &region, &keys[..1], &[0], 5 * SECOND);
+    let mut got = vec![0; BLOCK];
+    let loaded = client.load_prefix(&namespace, &region, &keys[..1], &[3], 5 * SECOND);
+    assert_eq!(loaded.blocks, 1);
+    region.read_block(3, &mut got).unwrap();
+    let first = other != [Outcome::Stored];
+    assert!(got == bytes(if first { 0 } else { 2 }), "{other:?}");
+
+    // Its future is dropped, and so is that of a load; then a ticket.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let Lookup::Hit(hit) = client.lookup(&[(&namespace, &keys[..1])], 5 * SECOND) else {
+        panic!("stored above")
+    };
+    let lease = hit.lease.unwrap();
+    let load = [LoadBlock { key: keys[0], place: 2 }];
+    daemon.signal(rustix::process::Signal::STOP);
+    runtime.block_on(async {
+        let client = client.as_async();
+        let store = [block(1, 1)];
+        let store = client.store(&namespace, 0, &region, &store, SECOND);
+        let load = client.load(&lease, &namespace, &region, &load, SECOND);
+        let both = async { tokio::join!(store, load) };
+        assert!(tokio::time::timeout(Duration::from_millis(20), both).await.is_err());
+    });
+    assert_eq!(region.places_in_doubt(), [1, 2]);
+    daemon.signal(rustix::process::Signal::CONT);
+    settled(&region);
+    drop(client.store(&namespace, 0, &region, &[block(2, 0)], Duration::ZERO));
+    settled(&region);
+
+    // The daemon dies: it copies no more.
+    daemon.signal(rustix::process::Signal::STOP);
+    drop(client.store(&namespace, 0, &region, &[block(2, 0)], Duration::ZERO));
+    assert_eq!(region.places_in_doubt(), [0]);
+    daemon.signal(rustix::process::Signal::KILL);
+    daemon.wait();
+    settled(&region);
+    assert!(!client.is_connected());
 }
 
 #[test]

@@ -187,6 +187,7 @@ fn read_limits(reader: &mut Reader<'_>, mut section: Section<'_, '_>, out: &mut 
     small("calls_in_flight", 1..=65_536, &mut out.calls_in_flight);
     small("descriptors_waiting", 1..=1024, &mut out.descriptors_waiting);
     small("namespaces_per_session", 1..=65_536, &mut out.namespaces_per_session);
+    small("namespaces_per_tenant", 1..=65_536, &mut out.namespaces_per_tenant);
     if let Some(found) = section.number(reader, "pin_ms_max", 1..=31_536_000_000) {
         out.catalog.pin_ms_max = found.value;
     }

@@ -105,6 +105,8 @@ pub struct ServiceLimits {
     pub descriptors_waiting: u32,
     /// Namespaces that one session may have open. Default: 1,024.
     pub namespaces_per_session: u32,
+    /// Namespaces that a tenant, or a shared name, may have in the store. Default: 4,096.
+    pub namespaces_per_tenant: u32,
 }
 
 impl Default for ServiceLimits {
@@ -114,6 +116,7 @@ impl Default for ServiceLimits {
             calls_in_flight: 256,
             descriptors_waiting: 8,
             namespaces_per_session: 1024,
+            namespaces_per_tenant: 4096,
         }
     }
 }
