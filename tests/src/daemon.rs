@@ -14,7 +14,7 @@ use kvtide_client::{CatalogStats, ClientConfig, ServiceStats};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
-use crate::proc::poll_until;
+use crate::proc::{poll_until, threads_frozen};
 
 /// Longest time that a daemon may take to serve, or to end, on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -229,6 +229,18 @@ impl Daemon {
     pub fn signal(&self, signal: Signal) {
         let pid = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw);
         kill_process(pid.expect("a process has a number"), signal).expect("the child is ours");
+    }
+
+    /// Stops all of its threads until [`Signal::CONT`], as a hang would.
+    ///
+    /// # Panics
+    /// When it is not there, or does not stop.
+    pub fn freeze(&self) {
+        self.signal(Signal::STOP);
+        let pid = self.pid();
+        // The signal reaches each thread a moment later.
+        let frozen = poll_until(PATIENCE, || threads_frozen(pid).then_some(()));
+        assert!(frozen.is_some(), "the daemon does not freeze");
     }
 
     /// Starts it again, after it was killed or stopped.

@@ -47,6 +47,15 @@ pub fn open_descriptors(pid: u32) -> usize {
     std::fs::read_dir(format!("/proc/{pid}/fd")).expect("the process is there").count()
 }
 
+/// Whether all threads of a process are stopped by a signal.
+pub(crate) fn threads_frozen(pid: u32) -> bool {
+    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return false };
+    threads.flatten().all(|thread| {
+        let status = std::fs::read_to_string(thread.path().join("status")).unwrap_or_default();
+        status.lines().any(|line| line.starts_with("State:\tT"))
+    })
+}
+
 /// Asks until there is an answer, at most for `limit`.
 pub fn poll_until<T>(limit: Duration, mut ask: impl FnMut() -> Option<T>) -> Option<T> {
     let until = Instant::now() + limit;

@@ -1,7 +1,7 @@
 //! The daemon goes away and comes back: clients get misses in time, find their way back by
 //! themselves, and find what was written down.
 
-#![allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "a test fails by a panic")]
+#![allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "a test fails by panicking")]
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -82,7 +82,7 @@ fn a_daemon_that_hangs_opens_the_breaker_and_closes_it_when_it_answers() {
     let pool = KvPool::open(impatient(&daemon), "hang", BLOCKS, BLOCK_BYTES).unwrap();
     let keys = pool.keys(1, BLOCKS);
     store_all(&pool, &keys);
-    daemon.signal(Signal::STOP);
+    daemon.freeze();
     for _ in 0..3 {
         assert_misses_in_time(&pool, &keys);
     }

@@ -1,7 +1,7 @@
 //! A client killed in the middle of a load or a store leaves nothing behind: no lease, region,
 //! session or ticket, no memory, no descriptor. 200 times, or as `KVTIDE_KILLS` says.
 
-#![allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "a test fails by a panic")]
+#![allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "a test fails by panicking")]
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
