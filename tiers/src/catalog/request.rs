@@ -439,7 +439,7 @@ pub struct TierUse {
 pub enum OfflineReason {
     /// The configuration turns it off.
     Configured,
-    /// Two segments failed.
+    /// Several segments in a row failed.
     TooManyFailures,
     /// The device vanished or became read-only.
     DeviceGone,

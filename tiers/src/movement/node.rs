@@ -371,6 +371,9 @@ fn device_done(done: NvmeDone, signals: &Sender<Signal>, reads: &Reads, pool: &P
             }
         }
         NvmeDone::Written { op, result } => {
+            if let Err(error) = &result {
+                tracing::debug!(op, %error, "a write to nvme failed");
+            }
             Event::Written { op: OpId(op), result: result.map_err(op_error) }
         }
         // A segment that was voided, not opened. It is tried again when it is opened.
@@ -381,9 +384,13 @@ fn device_done(done: NvmeDone, signals: &Sender<Signal>, reads: &Reads, pool: &P
             return;
         }
         NvmeDone::Opened { segment, result, .. } => {
+            if let Err(error) = &result {
+                tracing::warn!(segment, %error, "cannot write a segment's header");
+            }
             Event::SegmentOpened { segment, result: result.map_err(op_error) }
         }
         NvmeDone::CommitFailed { segment, failure } => {
+            tracing::warn!(segment, %failure, "cannot commit descriptors: a restart may miss blocks");
             let error = op_error(NvmeError::Device(failure));
             Event::CommitFailed { segment, error }
         }

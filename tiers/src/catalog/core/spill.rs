@@ -10,8 +10,9 @@ use super::table::{HostCopy, Location, NIL, NvmeCopy};
 use crate::block::{Codec, Sum128, page_ceil};
 
 /// Segments that may fail one after the other, with no write in between that succeeds, before the
-/// tier is taken to be broken.
-const FAILED_IN_A_ROW_MAX: u32 = 2;
+/// tier is taken to be broken. A dead device gets there within a few writes; with two, one faulty
+/// operation in 500 was enough to lose a tier that could still be used.
+const FAILED_IN_A_ROW_MAX: u32 = 4;
 
 impl Catalog {
     /// Starts writes while too little of the arena is free or clean, while nobody asks for
@@ -222,7 +223,7 @@ impl Catalog {
         }
     }
 
-    /// A segment that cannot be written is sealed; two in a row and the tier is off.
+    /// A segment that cannot be written is sealed; several in a row and the tier is off.
     pub(super) fn segment_failed(&mut self, segment: u32, error: OpError) {
         if !self.nvme_usable() {
             return;
