@@ -60,6 +60,10 @@ impl Daemon {
     fn signal(&mut self, signal: rustix::process::Signal) {
         let pid = rustix::process::Pid::from_child(self.child.as_ref().unwrap());
         rustix::process::kill_process(pid, signal).unwrap();
+        // Threads stop one by one; until the last one has, calls may be answered.
+        while signal == rustix::process::Signal::STOP && !stopped(pid.as_raw_nonzero().get()) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     fn wait(&mut self) -> Option<i32> {
@@ -86,6 +90,14 @@ impl Drop for Daemon {
             let _ = child.wait();
         }
     }
+}
+
+fn stopped(pid: i32) -> bool {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    tasks.flatten().all(|task| {
+        let status = std::fs::read_to_string(task.path().join("status")).unwrap_or_default();
+        status.contains("State:\tT")
+    })
 }
 
 fn spec(weights: &str) -> NamespaceSpec {
