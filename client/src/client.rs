@@ -543,7 +543,8 @@ impl Client {
             .await
     }
 
-    /// Tells the daemon that these blocks' bytes are wrong: they are dropped and refused.
+    /// Tells the daemon that these blocks' bytes are wrong: they are dropped and refused. In a shared
+    /// namespace for operators only.
     ///
     /// # Errors
     /// See [`ClientError`].

@@ -337,8 +337,10 @@ impl Shared {
         let fail = |source| ClientError::Connect { socket: socket.clone(), source };
         let talk = async {
             let stream = UnixStream::connect(socket).await.map_err(fail)?;
-            send_hello(&stream, &Hello::new(kind, &self.config.name), fd).await.map_err(fail)?;
+            // A user that may not connect is answered, and hung up on, before the hello is read.
+            let sent = send_hello(&stream, &Hello::new(kind, &self.config.name), fd).await;
             let (answer, fd) = recv_answer(&stream).await.map_err(|error| {
+                let error = sent.err().unwrap_or(error);
                 if error.kind() == io::ErrorKind::InvalidData {
                     return ClientError::NotKvtide { what: "the answer to the hello" };
                 }

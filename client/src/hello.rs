@@ -284,7 +284,8 @@ pub fn decode_hello(bytes: &[u8; HELLO_BYTES]) -> Option<Hello> {
     Some(Hello { version, kind, name: name.chars().filter(|c| !c.is_control()).collect() })
 }
 
-fn encode_answer(answer: &Answer) -> Vec<u8> {
+/// The bytes of an answer.
+pub fn encode_answer(answer: &Answer) -> Vec<u8> {
     let mut out = Vec::with_capacity(ANSWER_BYTES);
     out.extend_from_slice(&MAGIC);
     match answer {

@@ -57,7 +57,8 @@ pub trait Kvtide {
     async fn unpin(pin: PinId) -> Result<u64, CallError>;
     /// Drops blocks from all tiers.
     async fn forget(what: WireForget) -> Result<u64, CallError>;
-    /// Drops blocks that the client found to be wrong, and refuses them until restart.
+    /// Drops blocks that the client found to be wrong, and refuses them until restart. In a shared
+    /// namespace for operators only.
     async fn report_bad(prefix: WirePrefix) -> Result<u64, CallError>;
     /// A page of the block table, of the caller's tenant or, for operators, of all.
     async fn inspect(query: WireInspect) -> Result<InspectPage, CallError>;
@@ -79,7 +80,7 @@ pub trait Kvtide {
 #[non_exhaustive]
 pub enum CallError {
     /// A limit is reached; ask again later.
-    #[error("busy: the limit on {0:?} is reached; ask again later")]
+    #[error("busy: {}", limit_text(*.0))]
     Busy(Limit),
     /// The request cannot be done.
     #[error("refused: {0:?}")]
@@ -96,6 +97,20 @@ pub enum CallError {
     /// The daemon could not do it for a reason of its own.
     #[error("the daemon failed: {0}")]
     Internal(String),
+}
+
+/// Which limit is reached, and what to do.
+fn limit_text(limit: Limit) -> &'static str {
+    match limit {
+        Limit::Tickets => "this session has all of its tickets under way; wait for some of them",
+        Limit::Leases => "this session holds all of its leases; release some",
+        Limit::Pins => "all pins, or all bytes that may be pinned, are taken; unpin some",
+        Limit::Requests => "too many requests wait; ask again later",
+        Limit::Sessions => "all sessions are taken, or this one has ended; connect again later",
+        Limit::Regions => "this session has all of its regions; unregister some",
+        Limit::Draining => "the daemon is draining and takes nothing new; ask again later",
+        _ => "a limit is reached; ask again later",
+    }
 }
 
 /// Versions of daemon and protocol.

@@ -10,15 +10,17 @@ use std::time::{Duration, Instant};
 
 use futures::StreamExt;
 use kvtide_client::hello::{
-    Answer, Hello, HelloKind, HelloRefusal, SessionLimits, Welcome, recv_hello, send_answer,
+    Answer, Hello, HelloKind, HelloRefusal, SessionLimits, Welcome, encode_answer, recv_hello,
+    send_answer,
 };
 use kvtide_client::protocol::{FRAME_BYTES_MAX, Kvtide, PROTOCOL_VERSION};
 use kvtide_client::transport::server_transport;
 use kvtide_tiers::catalog::SessionId;
 use rustix::fs::{FlockOperation, flock};
+use rustix::net::SendFlags;
 use tarpc::server::{BaseChannel, Channel};
 use tokio::net::{UnixListener, UnixStream};
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinSet;
 
 use crate::app::{App, AppError};
@@ -88,13 +90,23 @@ impl Listener {
                 }
             };
             ServiceCounters::count(&app.counters.connections);
+            let caller = match known(&app, &stream) {
+                Ok(caller) => caller,
+                Err(refused) => {
+                    // An empty socket takes it at once; who does not get it is no loss.
+                    let answer = encode_answer(&refusal(&app, refused));
+                    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+                    let _ = rustix::net::send(&stream, &answer, flags);
+                    continue;
+                }
+            };
             let Ok(room) = Arc::clone(&hellos).try_acquire_owned() else {
                 app.counters.hello_refused("too_many_hellos");
                 continue;
             };
             let app = Arc::clone(&app);
             tokio::spawn(async move {
-                let task = tokio::spawn(connection(Arc::clone(&app), stream, room));
+                let task = tokio::spawn(connection(Arc::clone(&app), stream, caller, room));
                 if task.await.is_err_and(|error| error.is_panic()) {
                     ServiceCounters::count(&app.counters.panics);
                     tracing::error!("a connection ended in a panic; the daemon goes on");
@@ -145,8 +157,32 @@ fn take_lock(path: &Path) -> Result<File, String> {
 /// Why a hello is refused, and the sentence for the client.
 struct Refused(HelloRefusal, String);
 
-async fn connection(app: Arc<App>, stream: UnixStream, room: tokio::sync::OwnedSemaphorePermit) {
-    let answered = tokio::time::timeout(HELLO_TIME, greet(&app, &stream)).await;
+/// Who connects: the kernel knows it before a byte is read.
+fn known(app: &App, stream: &UnixStream) -> Result<(Caller, i32), Refused> {
+    let peer = stream.peer_cred().map_err(|error| {
+        Refused(HelloRefusal::Other, format!("the kernel does not say who connects: {error}"))
+    })?;
+    match app.tenants().caller(peer.uid(), peer.gid()) {
+        Some(caller) => Ok((caller, peer.pid().unwrap_or(0))),
+        None => Err(Refused(HelloRefusal::UnknownUser, app.tenants().refusal(peer.uid()))),
+    }
+}
+
+/// Counts a refusal and makes its answer.
+fn refusal(app: &App, refused: Refused) -> Answer {
+    let Refused(reason, message) = refused;
+    app.counters.hello_refused(reason.label());
+    tracing::info!(reason = reason.label(), message, "a connection was refused");
+    Answer::Refused { version: PROTOCOL_VERSION, reason, message }
+}
+
+async fn connection(
+    app: Arc<App>,
+    stream: UnixStream,
+    (caller, pid): (Caller, i32),
+    room: OwnedSemaphorePermit,
+) {
+    let answered = tokio::time::timeout(HELLO_TIME, greet(&app, &stream, caller, pid)).await;
     drop(room);
     match answered {
         Ok(Ok(Some(guard))) => {
@@ -155,10 +191,8 @@ async fn connection(app: Arc<App>, stream: UnixStream, room: tokio::sync::OwnedS
             let _ = tokio::task::spawn_blocking(move || drop(guard)).await;
         }
         Ok(Ok(None)) => {}
-        Ok(Err(Refused(reason, message))) => {
-            app.counters.hello_refused(reason.label());
-            tracing::info!(reason = reason.label(), message, "a connection was refused");
-            let answer = Answer::Refused { version: PROTOCOL_VERSION, reason, message };
+        Ok(Err(refused)) => {
+            let answer = refusal(&app, refused);
             let _ = tokio::time::timeout(HELLO_TIME, send_answer(&stream, &answer, None)).await;
         }
         Err(_) => app.counters.hello_refused("timeout"),
@@ -166,10 +200,14 @@ async fn connection(app: Arc<App>, stream: UnixStream, room: tokio::sync::OwnedS
 }
 
 /// Reads the hello and answers it. `Some` for a new session.
-async fn greet(app: &Arc<App>, stream: &UnixStream) -> Result<Option<SessionGuard>, Refused> {
+async fn greet(
+    app: &Arc<App>,
+    stream: &UnixStream,
+    caller: Caller,
+    pid: i32,
+) -> Result<Option<SessionGuard>, Refused> {
     let malformed =
         |error: std::io::Error| Refused(HelloRefusal::Malformed, format!("bad hello: {error}"));
-    let peer = stream.peer_cred().map_err(malformed)?;
     let (hello, fd) = recv_hello(stream).await.map_err(malformed)?;
     if hello.version != PROTOCOL_VERSION {
         let message = format!(
@@ -180,9 +218,6 @@ async fn greet(app: &Arc<App>, stream: &UnixStream) -> Result<Option<SessionGuar
         );
         return Err(Refused(HelloRefusal::Version, message));
     }
-    let Some(caller) = app.tenants().caller(peer.uid(), peer.gid()) else {
-        return Err(Refused(HelloRefusal::UnknownUser, app.tenants().refusal(peer.uid())));
-    };
     match hello.kind {
         HelloKind::Attach { session, token } => {
             let number = attach(app, &caller, session, token, fd)?;
@@ -195,7 +230,6 @@ async fn greet(app: &Arc<App>, stream: &UnixStream) -> Result<Option<SessionGuar
                 let message = "a session's hello carries no descriptor".to_owned();
                 return Err(Refused(HelloRefusal::Descriptors, message));
             }
-            let pid = peer.pid().unwrap_or(0);
             open_session(app, stream, caller, hello, pid).await.map(Some)
         }
     }

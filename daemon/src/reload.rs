@@ -42,6 +42,7 @@ fn apply_limits(start: &ServiceLimits, new: &ServiceLimits) -> (ServiceLimits, V
     now.descriptors_waiting = new.descriptors_waiting;
     now.namespaces_per_session = new.namespaces_per_session;
     now.namespaces_per_tenant = new.namespaces_per_tenant;
+    now.region_bytes_per_session = new.region_bytes_per_session;
     macro_rules! lower {
         ($($key:ident),*) => {$(
             now.catalog.$key = new.catalog.$key.min(start.catalog.$key);

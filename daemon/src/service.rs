@@ -210,6 +210,11 @@ impl Service {
         if keys.len() != store.blocks.len() || keys.len() != parents.len() {
             return Err(CallError::Invalid("one parent and place per key is allowed".to_owned()));
         }
+        if let Some((position, ..)) = store.blocks.iter().find(|(_, tokens, _)| *tokens == 0) {
+            let text =
+                format!("the block at position {position} has 0 tokens; at least 1 is allowed");
+            return Err(CallError::Invalid(text));
+        }
         let blocks = keys
             .into_iter()
             .zip(parents)
@@ -231,13 +236,20 @@ impl Service {
             CallError::NotFound(format!("descriptor {fd}; it was used, expired, or never sent"))
         })?;
         // Mapping is quick, but checking a finely interleaved layout may take a second.
-        let region = tokio::task::spawn_blocking(move || {
-            let memory = SharedMemory::from_fd(fd).map_err(|error| error.to_string())?;
-            Region::new(memory, layout).map_err(|error| error.to_string())
+        let (app, session) = (Arc::clone(&self.app), Arc::clone(&self.session));
+        let registered = tokio::task::spawn_blocking(move || {
+            let invalid =
+                |error: kvtide_tiers::io::RegionError| CallError::Invalid(error.to_string());
+            let memory = SharedMemory::from_fd(fd).map_err(invalid)?;
+            let bytes = memory.bytes();
+            let room = session.region_room(bytes, app.limits().region_bytes_per_session);
+            let room = room.map_err(CallError::Invalid)?;
+            let region = Region::new(memory, layout).map_err(invalid)?;
+            let id = app.node().register_region(session.id, region).map_err(CallError::Busy)?;
+            room.keep(id);
+            Ok(id)
         });
-        let region = region.await.map_err(|_| odd_reply())?.map_err(CallError::Invalid)?;
-        let node = self.app.node();
-        node.register_region(self.session.id, region).map_err(CallError::Busy)
+        registered.await.unwrap_or_else(|_| Err(odd_reply()))
     }
 
     async fn do_forget(&self, what: WireForget) -> Result<u64, CallError> {
@@ -393,10 +405,12 @@ impl Kvtide for Service {
 
     async fn unregister_region(self, _: Context, region: RegionId) -> Result<(), CallError> {
         self.called("unregister_region");
-        let (app, session) = (Arc::clone(&self.app), self.session.id);
-        // Waits for copies that are under way.
-        let ended =
-            tokio::task::spawn_blocking(move || app.node().unregister_region(session, region));
+        let (app, session) = (Arc::clone(&self.app), Arc::clone(&self.session));
+        let ended = tokio::task::spawn_blocking(move || {
+            // Waits for copies that are under way.
+            app.node().unregister_region(session.id, region);
+            session.region_ended(region);
+        });
         ended.await.map_err(|_| odd_reply())
     }
 
@@ -492,6 +506,9 @@ impl Kvtide for Service {
         let ask = async {
             let namespace = self.managed(prefix.namespace, false)?;
             let prefix = PrefixQuery { namespace, keys: self.keys(&prefix.keys)? };
+            if prefix.keys.is_empty() {
+                return Err(CallError::Invalid("a pin of no keys; at least 1 is allowed".into()));
+            }
             let ttl_ms = ttl_ms.min(self.app.limits().catalog.pin_ms_max);
             match self.ask(Request::Pin { prefix, ttl_ms }).await? {
                 Reply::Pinned { pin, blocks } => Ok(Pinned { pin, blocks }),
@@ -515,7 +532,12 @@ impl Kvtide for Service {
 
     async fn report_bad(self, _: Context, prefix: WirePrefix) -> Result<u64, CallError> {
         self.called("report_bad");
-        let result = match self.prefix(&prefix) {
+        // Whoever only shares a namespace must not take its blocks from the others.
+        let own = self.prefix(&prefix).and_then(|prefix| {
+            self.managed(prefix.namespace, true)?;
+            Ok(prefix)
+        });
+        let result = match own {
             Ok(PrefixQuery { namespace, keys }) => {
                 let (client, blocks) = (&self.session.name, keys.len());
                 tracing::warn!(%client, blocks, "a client reported bad blocks");

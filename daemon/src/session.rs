@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use kvtide_client::protocol::{TenantStats, TicketEnd};
 use kvtide_tiers::block::NamespaceId;
-use kvtide_tiers::catalog::{Limit, Outcome, SessionId, TenantId, TicketId, Tier};
+use kvtide_tiers::catalog::{Limit, Outcome, RegionId, SessionId, TenantId, TicketId, Tier};
 use tokio::sync::Notify;
 
 use crate::config::Caller;
@@ -88,6 +88,34 @@ pub struct Session {
     pub touches: Arc<Touches>,
     namespaces: Mutex<HashSet<NamespaceId>>,
     descriptors: Mutex<Descriptors>,
+    regions: Mutex<RegionBytes>,
+}
+
+#[derive(Default)]
+struct RegionBytes {
+    used: u64,
+    regions: HashMap<RegionId, u64>,
+}
+
+/// Room for the bytes of one region; given back when it is dropped and not kept.
+pub struct RegionRoom<'a> {
+    session: &'a Session,
+    bytes: u64,
+}
+
+impl RegionRoom<'_> {
+    /// The region is registered.
+    pub fn keep(mut self, region: RegionId) {
+        let bytes = std::mem::take(&mut self.bytes);
+        lock(&self.session.regions).regions.insert(region, bytes);
+    }
+}
+
+impl Drop for RegionRoom<'_> {
+    fn drop(&mut self) {
+        let mut regions = lock(&self.session.regions);
+        regions.used = regions.used.saturating_sub(self.bytes);
+    }
 }
 
 impl Session {
@@ -110,6 +138,7 @@ impl Session {
             touches: Arc::default(),
             namespaces: Mutex::default(),
             descriptors: Mutex::default(),
+            regions: Mutex::default(),
         }
     }
 
@@ -139,6 +168,30 @@ impl Session {
     /// Whether the session opened the namespace.
     pub fn has_open(&self, namespace: NamespaceId) -> bool {
         lock(&self.namespaces).contains(&namespace)
+    }
+
+    /// Makes room for a region.
+    ///
+    /// # Errors
+    /// All regions together would be larger than `max` bytes; the text says so.
+    pub fn region_room(&self, bytes: u64, max: u64) -> Result<RegionRoom<'_>, String> {
+        let mut regions = lock(&self.regions);
+        let used = regions.used.saturating_add(bytes);
+        if used > max {
+            return Err(format!(
+                "the regions of this session would have {used} bytes together; \
+                 `limits.region_bytes_per_session` allows {max}"
+            ));
+        }
+        regions.used = used;
+        Ok(RegionRoom { session: self, bytes })
+    }
+
+    /// A region is registered no more.
+    pub fn region_ended(&self, region: RegionId) {
+        let mut regions = lock(&self.regions);
+        let bytes = regions.regions.remove(&region).unwrap_or(0);
+        regions.used = regions.used.saturating_sub(bytes);
     }
 
     /// Keeps a descriptor for a region; answers the number under which it is found. Descriptors

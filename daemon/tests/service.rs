@@ -61,6 +61,10 @@ impl Daemon {
     fn signal(&mut self, signal: rustix::process::Signal) {
         let pid = rustix::process::Pid::from_child(self.child.as_ref().unwrap());
         rustix::process::kill_process(pid, signal).unwrap();
+        // Threads stop one by one; until the last one has, calls may be answered.
+        while signal == rustix::process::Signal::STOP && !stopped(pid.as_raw_nonzero().get()) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     fn wait(&mut self) -> Option<i32> {
@@ -87,6 +91,14 @@ impl Drop for Daemon {
             let _ = child.wait();
         }
     }
+}
+
+fn stopped(pid: i32) -> bool {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    tasks.flatten().all(|task| {
+        let status = std::fs::read_to_string(task.path().join("status")).unwrap_or_default();
+        status.contains("State:\tT")
+    })
 }
 
 fn spec(weights: &str) -> NamespaceSpec {
@@ -252,7 +264,8 @@ fn limits_refuse_and_do_not_queue() {
     std::fs::write(
         &file,
         "[limits]\nsessions = 2\nkeys_per_call = 4\n\
-                 namespaces_per_session = 2\nnamespaces_per_tenant = 2\n",
+                 namespaces_per_session = 2\nnamespaces_per_tenant = 2\n\
+                 region_bytes_per_session = \"1MiB\"\n",
     )
     .unwrap();
     let daemon = Daemon::start(&["--config", file.to_str().unwrap()]);
@@ -267,6 +280,22 @@ fn limits_refuse_and_do_not_queue() {
     let error = client.touch(&namespace, &keys).unwrap_err().to_string();
     assert!(error.contains("TooManyKeys"), "{error}");
     assert_eq!(client.touch(&namespace, &keys[..4]).unwrap(), 0);
+    let error = client.pin(namespace.id().unwrap(), &[], SECOND).unwrap_err().to_string();
+    assert!(error.contains("no keys"), "{error}");
+    let region = client.create_region(RegionLayout::opaque(8, BLOCK as u64)).unwrap();
+    let error = client.create_region(RegionLayout::opaque(9, BLOCK as u64)).unwrap_err();
+    assert!(error.to_string().contains("limits.region_bytes_per_session"), "{error}");
+    let empty =
+        StoreBlock { key: keys[0], parent: BlockKey::ROOT, position: 0, tokens: 0, place: 0 };
+    let ticket = client.store(&namespace, 0, &region, &[empty], SECOND);
+    let error = ticket.failure().unwrap().to_string();
+    assert!(error.contains("0 tokens"), "{error}");
+    assert!(region.places_in_doubt().is_empty(), "a refusal leaves no doubt");
+    drop(region);
+    let until = Instant::now() + 5 * SECOND;
+    while client.create_region(RegionLayout::opaque(16, BLOCK as u64)).is_err() {
+        assert!(Instant::now() < until, "the room of a region is not given back");
+    }
     client.open_namespace(&spec("b")).unwrap();
     client.open_namespace(&spec("a")).expect("it is open already");
     for client in [&client, &second] {

@@ -191,6 +191,9 @@ fn read_limits(reader: &mut Reader<'_>, mut section: Section<'_, '_>, out: &mut 
     if let Some(found) = section.number(reader, "pin_ms_max", 1..=31_536_000_000) {
         out.catalog.pin_ms_max = found.value;
     }
+    if let Some(found) = section.bytes(reader, "region_bytes_per_session", 4096..=BYTES_MAX) {
+        out.region_bytes_per_session = found.value;
+    }
     if let Some(found) = section.number(reader, "ticket_ms", 10..=3_600_000) {
         out.catalog.ticket_ms = found.value;
     }

@@ -107,6 +107,8 @@ pub struct ServiceLimits {
     pub namespaces_per_session: u32,
     /// Namespaces that a tenant, or a shared name, may have in the store. Default: 4,096.
     pub namespaces_per_tenant: u32,
+    /// Bytes of all regions of one session together. Default: 1 TiB.
+    pub region_bytes_per_session: u64,
 }
 
 impl Default for ServiceLimits {
@@ -117,6 +119,7 @@ impl Default for ServiceLimits {
             descriptors_waiting: 8,
             namespaces_per_session: 1024,
             namespaces_per_tenant: 4096,
+            region_bytes_per_session: 1 << 40,
         }
     }
 }
