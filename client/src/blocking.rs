@@ -55,7 +55,9 @@ impl OwnRuntime {
     fn run<T>(&self, future: impl Future<Output = T>) -> T {
         let runtime = self.0.as_ref().expect("the runtime is taken only when dropped");
         let _inside = runtime.enter();
-        futures::executor::block_on(future)
+        // A caller inside another runtime has a budget of polls that only its own runtime renews:
+        // once it is used up, everything here would be pending and awake at once, for good.
+        futures::executor::block_on(tokio::task::unconstrained(future))
     }
 }
 
