@@ -197,6 +197,8 @@ impl Settings {
         self.number("limits.calls_in_flight", limits.calls_in_flight.into());
         self.number("limits.descriptors_waiting", limits.descriptors_waiting.into());
         self.number("limits.namespaces_per_session", limits.namespaces_per_session.into());
+        self.number("limits.namespaces_per_tenant", limits.namespaces_per_tenant.into());
+        self.bytes("limits.region_bytes_per_session", limits.region_bytes_per_session);
     }
 }
 
