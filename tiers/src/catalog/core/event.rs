@@ -327,7 +327,7 @@ pub struct CatalogConfig {
     /// percent. Default: 25.
     pub clean_percent: u32,
     /// They are also written when no client asked anything for this long, milliseconds.
-    /// Default: 200. 0: never.
+    /// Default: 200. 0: never, and not for their age either.
     pub idle_ms: u64,
     /// Whether a store makes the blocks before it more recent too, a block just stored counts as
     /// used, and unreachable blocks go early. Only a simulator of published figures, which stores

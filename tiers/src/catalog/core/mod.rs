@@ -44,6 +44,9 @@ pub struct Catalog {
     /// Counts touches: an order that is finer than the clock.
     tick: u64,
     last_demand: Timestamp,
+    /// When bytes are next allowed to be written down for their age, and how many are left.
+    trickle_at: Timestamp,
+    trickle_bytes: u64,
     table: BlockTable,
     namespaces: HashMap<NamespaceId, NamespaceInfo>,
     host: HostTier,
@@ -100,6 +103,8 @@ impl Catalog {
             now: Timestamp(0),
             tick: 0,
             last_demand: Timestamp(0),
+            trickle_at: Timestamp(0),
+            trickle_bytes: 0,
             namespaces: HashMap::new(),
             host,
             nvme,
@@ -232,6 +237,7 @@ impl Catalog {
     }
 
     fn expire(&mut self) {
+        self.refill_trickle();
         while let Some(lease) = self.clients.expired_lease(self.now) {
             self.end_lease(lease);
         }

@@ -14,7 +14,23 @@ use crate::block::{Codec, Sum128, page_ceil};
 /// operation in 500 was enough to lose a tier that could still be used.
 const FAILED_IN_A_ROW_MAX: u32 = 4;
 
+/// Dirty blocks are all written down within this time, also while clients never pause.
+const TRICKLE_S: u64 = 60;
+
+/// Most bytes that are written down in a second for no other reason than their age.
+const TRICKLE_BYTES_MAX: u64 = 256 << 20;
+
 impl Catalog {
+    /// Once a second: allows some blocks to be written though there is room and demand, so that a
+    /// crash loses no more than about a minute.
+    pub(super) fn refill_trickle(&mut self) {
+        if self.config.idle_ms > 0 && self.now >= self.trickle_at {
+            self.trickle_at = self.now.plus_ms(1000);
+            let part = self.host.slots.capacity_bytes() / TRICKLE_S;
+            self.trickle_bytes = part.clamp(1, TRICKLE_BYTES_MAX);
+        }
+    }
+
     /// Starts writes while too little of the arena is free or clean, while nobody asks for
     /// anything, or while draining; as far as the bytes in flight allow.
     pub(super) fn pump_writes(&mut self) {
@@ -45,7 +61,8 @@ impl Catalog {
         let dirty_max = capacity - capacity / 100 * u64::from(self.config.clean_percent);
         let idle_us = self.config.idle_ms * 1000;
         let idle = idle_us > 0 && self.now.0.saturating_sub(self.last_demand.0) >= idle_us;
-        self.drain.is_some() || idle || self.host.starved || self.host.dirty_bytes > dirty_max
+        let pressed = self.host.starved || self.host.dirty_bytes > dirty_max;
+        self.drain.is_some() || idle || pressed || self.trickle_bytes > 0
     }
 
     fn start_write(&mut self, index: u32) -> bool {
@@ -77,6 +94,7 @@ impl Catalog {
     }
 
     fn begin_writing(&mut self, index: u32, bytes: u64) {
+        self.trickle_bytes = self.trickle_bytes.saturating_sub(bytes);
         self.host.dirty.remove(index);
         self.table.get_mut(index).nvme = NvmeCopy::Writing { doomed: false };
         self.add_user(index);

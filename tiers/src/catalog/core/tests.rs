@@ -560,6 +560,23 @@ fn thousands_of_cold_pins_do_not_stop_eviction() {
     assert_eq!(edge.lookup(pinned, 0).blocks, 5000);
 }
 
+/// Blocks below the watermark stayed in RAM for as long as clients never paused.
+#[test]
+fn dirty_blocks_are_written_within_a_minute_of_steady_demand() {
+    let mut config = config(64, true);
+    config.idle_ms = 200;
+    let mut edge = Edge::new(config);
+    edge.store(&chain(1, 20), 0);
+    assert_eq!(edge.stats().dirty_blocks, 20);
+    for _ in 0..600 {
+        edge.now += 100_000;
+        edge.lookup(chain(1, 20), 0);
+        edge.event(Event::Tick);
+    }
+    assert_eq!(edge.stats().dirty_blocks, 0);
+    assert_eq!(edge.writes, 20);
+}
+
 #[test]
 fn a_restart_alone_reclaims_nothing() {
     let mut edge = Edge::new(config(16, true));
