@@ -304,13 +304,21 @@ impl Catalog {
         }
     }
 
-    /// A segment most of whose blocks are in host RAM too gains nothing: they would be dirty again
-    /// and be written again. Only when there is no other way to make room is that done.
+    /// A segment half of which would be written again, because its blocks are in host RAM too, gains
+    /// little. Only when there is no other way to make room is that done.
     fn worth_reclaiming(&self, victim: u32) -> bool {
+        let Some(nvme) = &self.nvme else {
+            return false;
+        };
         let blocks = self.blocks_in(victim);
-        let resident =
-            |index: &&u32| matches!(self.table.get(**index).host, HostCopy::Resident { .. });
-        self.host.starved || blocks.iter().filter(resident).count() * 2 <= blocks.len()
+        let resident = blocks.iter().map(|index| self.table.get(*index));
+        let resident = resident.filter(|block| matches!(block.host, HostCopy::Resident { .. }));
+        let (count, bytes) = resident
+            .fold((0u64, 0u64), |(count, bytes), block| (count + 1, bytes + slot_bytes(block)));
+        let geometry = nvme.shape.geometry;
+        let little = count * 2 <= u64::from(geometry.descriptors_per_segment())
+            && bytes * 2 <= u64::from(geometry.payload_bytes());
+        self.host.starved || little
     }
 
     /// Empties a segment. What is in host RAM too becomes dirty there; what was hit since it was
