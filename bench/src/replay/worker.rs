@@ -130,6 +130,11 @@ impl Worker {
     fn run(&mut self, job: &Job) -> Done {
         let mut done = Done { index: job.index, blocks: job.path.len() as u64, ..Done::default() };
         let blocks = self.blocks(job);
+        if !self.settled() {
+            done.failures += 1;
+            done.say("places of the region stay in doubt".to_owned());
+            return done;
+        }
         let loaded = self.load(&blocks, &mut done);
         let rest: Vec<Block> = blocks
             .iter()
@@ -309,7 +314,7 @@ impl Worker {
             self.failed(error, what, done);
         }
         match self.client.wait(ticket, WAIT) {
-            Ok(outcomes) if self.region.places_in_doubt().is_empty() => Some(outcomes),
+            Ok(outcomes) if self.settled() => Some(outcomes),
             Ok(_) | Err(_) => {
                 done.failures += 1;
                 done.say(format!("a {what} did not end within {} s", 2 * WAIT.as_secs()));
@@ -320,6 +325,19 @@ impl Worker {
                 None
             }
         }
+    }
+
+    /// Waits until no place of the region is in doubt. A lost connection leaves places in doubt until
+    /// the daemon's end of the stream was read, which with a killed daemon is a matter of moments.
+    fn settled(&self) -> bool {
+        let until = Instant::now() + WAIT;
+        while !self.region.places_in_doubt().is_empty() {
+            if Instant::now() >= until {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        true
     }
 
     /// Sorts an error of a call: nobody there, or something that must not happen.
