@@ -136,8 +136,8 @@ impl Client {
         self.shared().link().map(|link| link.welcome.session)
     }
 
-    /// A duplicate of the reading end of a pipe, not blocking, that becomes readable when tickets of
-    /// this connection end: for an engine's event loop. The daemon writes a byte for each end, and
+    /// A duplicate of the reading end of a pipe, not blocking, that becomes readable when tickets
+    /// of this connection end: for an engine's event loop. The daemon writes a byte for each end, and
     /// none while the pipe is full, so it is a hint and no count: read it empty, then ask with
     /// [`Client::wait`]. At its end of file the connection is gone; take a new one after the
     /// reconnection.
@@ -543,8 +543,8 @@ impl Client {
             .await
     }
 
-    /// Tells the daemon that these blocks' bytes are wrong: they are dropped and refused. In a shared
-    /// namespace for operators only.
+    /// Tells the daemon that these blocks' bytes are wrong: they are dropped and refused. In a
+    /// shared namespace for operators only.
     ///
     /// # Errors
     /// See [`ClientError`].

@@ -1,8 +1,8 @@
 //! The harness of the whole-system tests: the real daemon as a process of its own, clients over its
 //! real socket, some of them in processes that are killed, and bytes that every test can check.
 //!
-//! The daemon is this package's program `kvtide-test-node` with the first argument `__daemon`; it is
-//! found through `env!("CARGO_BIN_EXE_kvtide-test-node")`, which cargo sets for the tests only.
+//! The daemon is this package's program `kvtide-test-node` with the first argument `__daemon`; it
+//! is found through `env!("CARGO_BIN_EXE_kvtide-test-node")`, which cargo sets for the tests only.
 
 #![forbid(unsafe_code)]
 

@@ -1,6 +1,7 @@
 //! What the daemon cannot run with: it says what, where and what to do, and ends with the code that
 //! its help documents, having made or changed nothing that matters.
 
+#![forbid(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "a test fails by panicking")]
 
 use std::fs;

@@ -1,6 +1,7 @@
 //! The blocking client goes on answering when it is called from within another runtime, however
 //! often: it once spun for ever when that runtime's budget of polls was used up.
 
+#![forbid(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "a test fails by panicking")]
 
 use std::sync::mpsc;

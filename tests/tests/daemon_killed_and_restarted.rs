@@ -1,6 +1,7 @@
 //! The daemon goes away and comes back: clients get misses in time, find their way back by
 //! themselves, and find what was written down.
 
+#![forbid(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "a test fails by panicking")]
 
 use std::collections::HashSet;

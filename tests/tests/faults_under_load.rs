@@ -1,6 +1,7 @@
 //! A device that fails, delays, shortens, loses, misdirects and flips: never a wrong byte, and the
 //! daemon lives.
 
+#![forbid(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "a test fails by panicking")]
 
 use std::time::{Duration, Instant};

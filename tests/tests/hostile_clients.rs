@@ -1,6 +1,7 @@
 //! Clients that send garbage, lie, or ask for too much: each gets a clear answer or loses its
 //! connection, and everybody else is served as before.
 
+#![forbid(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "a test fails by panicking")]
 
 use std::fs::File;
@@ -332,6 +333,8 @@ async fn lies_in_good_frames_are_named() {
     // Positions and token counts that contradict each other.
     let max = u32::MAX;
     let answer = liar.store(&[(max, max, 0), (max, 0, 1), (0, max, 2), (7, 4, 3)]).await;
+    assert!(matches!(&answer, Err(CallError::Invalid(text)) if text.contains("0 tokens")));
+    let answer = liar.store(&[(max, max, 0), (max, 1, 1), (0, max, 2), (7, 4, 3)]).await;
     assert!(answer.is_ok(), "{answer:?}");
     stage.assert_serves("lies about places");
 

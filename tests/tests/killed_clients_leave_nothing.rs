@@ -1,6 +1,7 @@
 //! A client killed in the middle of a load or a store leaves nothing behind: no lease, region,
 //! session or ticket, no memory, no descriptor. 200 times, or as `KVTIDE_KILLS` says.
 
+#![forbid(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "a test fails by panicking")]
 
 use std::collections::HashMap;

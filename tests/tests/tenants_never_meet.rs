@@ -4,6 +4,7 @@
 //! The tenants are two users of the real daemon when the tests run as root; otherwise two callers
 //! of a service inside this process, because one user cannot connect as another.
 
+#![forbid(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "a test fails by panicking")]
 
 use std::path::Path;

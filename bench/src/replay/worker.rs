@@ -327,8 +327,8 @@ impl Worker {
         }
     }
 
-    /// Waits until no place of the region is in doubt. A lost connection leaves places in doubt until
-    /// the daemon's end of the stream was read, which with a killed daemon is a matter of moments.
+    /// Waits until no place of the region is in doubt. A lost connection leaves places in doubt
+    /// until the daemon's end of the stream was read, with a killed daemon a matter of moments.
     fn settled(&self) -> bool {
         let until = Instant::now() + WAIT;
         while !self.region.places_in_doubt().is_empty() {

@@ -129,12 +129,7 @@ impl Node {
         config: NodeConfig,
         generation: impl Fn(NamespaceId) -> Option<u32>,
     ) -> Result<Node, StartError> {
-        if let Some(nvme) = &config.nvme
-            && nvme.bytes < config.host.bytes
-        {
-            let (nvme_bytes, host_bytes) = (nvme.bytes, config.host.bytes);
-            return Err(StartError::NvmeBelowHost { nvme_bytes, host_bytes });
-        }
+        check_sizes(&config)?;
         let slab_bytes = config.host.slab();
         let bytes = config.host.bytes / u64::from(slab_bytes) * u64::from(slab_bytes);
         let arena = Arena::create(bytes, slab_bytes)
@@ -165,12 +160,7 @@ impl Node {
             _ => (None, None),
         };
         let alive = Arc::new(AtomicBool::new(true));
-        // As many as there are regions.
-        let (reaper, dead) = unbounded::<Arc<Region>>();
-        std::thread::Builder::new()
-            .name("kvtide-reaper".into())
-            .spawn(move || dead.into_iter().for_each(drop))
-            .map_err(|source| StartError::Io { what: "reaper thread", source })?;
+        let reaper = start_reaper()?;
         let conductor = Conductor {
             catalog,
             started: Instant::now(),
@@ -256,6 +246,26 @@ fn recover(catalog: &mut Catalog, opened: Option<&mut OpenedNvme>) -> u64 {
             segment.descriptors.len() as u64
         })
         .sum()
+}
+
+fn check_sizes(config: &NodeConfig) -> Result<(), StartError> {
+    match &config.nvme {
+        Some(nvme) if nvme.bytes < config.host.bytes => {
+            let (nvme_bytes, host_bytes) = (nvme.bytes, config.host.bytes);
+            Err(StartError::NvmeBelowHost { nvme_bytes, host_bytes })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Starts the thread that unmaps regions. As many wait as there are regions.
+fn start_reaper() -> Result<Sender<Arc<Region>>, StartError> {
+    let (reaper, dead) = unbounded::<Arc<Region>>();
+    std::thread::Builder::new()
+        .name("kvtide-reaper".into())
+        .spawn(move || dead.into_iter().for_each(drop))
+        .map_err(|source| StartError::Io { what: "reaper thread", source })?;
+    Ok(reaper)
 }
 
 fn open_store(
@@ -390,7 +400,7 @@ fn device_done(done: NvmeDone, signals: &Sender<Signal>, reads: &Reads, pool: &P
             Event::SegmentOpened { segment, result: result.map_err(op_error) }
         }
         NvmeDone::CommitFailed { segment, failure } => {
-            tracing::warn!(segment, %failure, "cannot commit descriptors: a restart may miss blocks");
+            tracing::warn!(segment, %failure, "cannot commit descriptors: a restart may miss some");
             let error = op_error(NvmeError::Device(failure));
             Event::CommitFailed { segment, error }
         }

@@ -304,8 +304,8 @@ impl Catalog {
         }
     }
 
-    /// A segment half of which would be written again, because its blocks are in host RAM too, gains
-    /// little. Only when there is no other way to make room is that done.
+    /// A segment half of which would be written again, because its blocks are in host RAM too,
+    /// gains little. Only when there is no other way to make room is that done.
     fn worth_reclaiming(&self, victim: u32) -> bool {
         let Some(nvme) = &self.nvme else {
             return false;
