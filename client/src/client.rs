@@ -137,8 +137,8 @@ impl Client {
     }
 
     /// A duplicate of the reading end of a pipe, not blocking, that becomes readable when tickets
-    /// of this connection end: for an engine's event loop. The daemon writes a byte for each end, and
-    /// none while the pipe is full, so it is a hint and no count: read it empty, then ask with
+    /// of this connection end: for an engine's event loop. The daemon writes a byte for each end,
+    /// and none while the pipe is full, so it is a hint and no count: read it empty, then ask with
     /// [`Client::wait`]. At its end of file the connection is gone; take a new one after the
     /// reconnection.
     ///
