@@ -134,10 +134,8 @@ impl Node {
         let bytes = config.host.bytes / u64::from(slab_bytes) * u64::from(slab_bytes);
         let arena = Arena::create(bytes, slab_bytes)
             .map_err(|source| StartError::Arena { bytes: config.host.bytes, source })?;
-        let mut opened = match &config.nvme {
-            Some(nvme) => Some(open_store(nvme, generation)?),
-            None => None,
-        };
+        let open = |nvme| open_store(nvme, generation);
+        let mut opened = config.nvme.as_ref().map(open).transpose()?;
         let mut catalog = Catalog::new(catalog_config(&config, bytes, opened.as_ref()));
         let recovered_blocks = recover(&mut catalog, opened.as_mut());
 
