@@ -16,7 +16,7 @@ use kvtide_tiers::folder::{FolderError, NamespaceEntry, StoreFolder};
 use kvtide_tiers::io::fault::FaultConfig;
 use kvtide_tiers::io::{RingChoice, RingKind};
 use kvtide_tiers::movement::{
-    HostConfig, Node, NodeConfig, NodeHandle, NodeReport, NvmeConfig, StartError,
+    HostConfig, Node, NodeConfig, NodeHandle, NodeReport, NvmeConfig, RetireNamespace, StartError,
 };
 use tokio::sync::oneshot;
 
@@ -71,7 +71,7 @@ pub struct App {
     pub draining: AtomicBool,
     /// Held while a namespace is opened, so that limits are kept by those who open at once.
     pub opening: Arc<tokio::sync::Mutex<()>>,
-    folder: StoreFolder,
+    folder: Arc<StoreFolder>,
     // What the folder's table has, so that nobody waits for its disk to look something up.
     namespaces: RwLock<BTreeMap<NamespaceId, NamespaceEntry>>,
     node: NodeHandle,
@@ -86,7 +86,7 @@ impl App {
     /// # Errors
     /// A store that is in use, damaged, newer, or cannot be written; no memory.
     pub fn start(config: Config) -> Result<(Arc<App>, Node), AppError> {
-        let folder = StoreFolder::open(&config.store)?;
+        let folder = Arc::new(StoreFolder::open(&config.store)?);
         let node = Node::start(node_config(&config, &folder), |id| folder.generation(id))?;
         let handle = node.handle();
         let mut notes = config.notes.clone();
@@ -334,7 +334,7 @@ fn folder_error(error: FolderError) -> CallError {
     }
 }
 
-fn node_config(config: &Config, folder: &StoreFolder) -> NodeConfig {
+fn node_config(config: &Config, folder: &Arc<StoreFolder>) -> NodeConfig {
     let nvme = config.nvme.map(|nvme| NvmeConfig {
         segment_bytes: nvme.segment_bytes,
         block_bytes_min: nvme.block_bytes_min,
@@ -354,8 +354,21 @@ fn node_config(config: &Config, folder: &StoreFolder) -> NodeConfig {
         nvme,
         copy_threads: config.copy_threads,
         limits: Limits { sessions, ..config.limits.catalog },
+        retire: Some(retire_in(folder)),
         ..NodeConfig::new(config.host.bytes)
     }
+}
+
+/// How the node voids what it cannot erase.
+fn retire_in(folder: &Arc<StoreFolder>) -> RetireNamespace {
+    let folder = Arc::clone(folder);
+    RetireNamespace(Arc::new(move |id| {
+        let raised = folder.bump_generation(id);
+        if let Err(error) = &raised {
+            tracing::error!(namespace = id.0, %error, "cannot raise a namespace's generation");
+        }
+        raised.ok()
+    }))
 }
 
 /// What the machine gave and the store had, in sentences.

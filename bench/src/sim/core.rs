@@ -57,7 +57,7 @@ impl Core {
     /// One tier: host RAM with a slot for each of `blocks` blocks.
     pub(super) fn one_tier(policy: &str, blocks: u64) -> anyhow::Result<Core> {
         let mut config = config(policy, blocks * u64::from(SMALL_BLOCK), SMALL_BLOCK)?;
-        config.touch_ancestors = false;
+        config.trace_order = true;
         Ok(Core::start(config, SMALL_BLOCK))
     }
 
@@ -313,11 +313,14 @@ impl Core {
             Action::Encode { op, .. } => Event::Encoded { op, result: None },
             Action::Write { op, .. } => Event::Written { op, result: Ok(()) },
             Action::OpenSegment { segment, .. } => Event::SegmentOpened { segment, result: Ok(()) },
+            Action::EraseDescriptor { segment, sequence, index } => {
+                Event::Erased { segment, sequence, index, result: Ok(()) }
+            }
             Action::BindSlab { .. }
             | Action::DropEncoded { .. }
             | Action::SealSegment { .. }
             | Action::VoidSegment { .. }
-            | Action::EraseDescriptor { .. }
+            | Action::RetireNamespace { .. }
             | Action::QuarantineSegment { .. }
             | Action::TierOffline { .. } => return,
         };
@@ -345,7 +348,7 @@ fn config(policy: &str, host_bytes: u64, slab_bytes: u32) -> anyhow::Result<Cata
         limits: Limits { keys_per_call: 1 << 20, ..Limits::default() },
         clean_percent: 25,
         idle_ms: 200,
-        touch_ancestors: true,
+        trace_order: false,
         epoch_s: 0,
         hash_seed: 1,
     })

@@ -257,6 +257,7 @@ impl Conductor {
                 self.take_encoded(op);
             }
             Action::QuarantineSegment { segment } => self.copy(Job::Quarantine { segment }),
+            Action::RetireNamespace { namespace } => self.copy(Job::Retire { namespace }),
             Action::TierOffline { reason } => {
                 tracing::error!(?reason, "the nvme tier is off until the next start");
             }
@@ -361,6 +362,12 @@ fn failure_of(action: &Action) -> Option<Event> {
             Some(Event::SegmentOpened { segment: *segment, result: Err(error) })
         }
         Action::SealSegment { segment } => Some(Event::CommitFailed { segment: *segment, error }),
+        Action::EraseDescriptor { segment, sequence, index } => Some(Event::Erased {
+            segment: *segment,
+            sequence: *sequence,
+            index: *index,
+            result: Err(error),
+        }),
         _ => None,
     }
 }

@@ -16,6 +16,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use crate::block::NamespaceId;
 use crate::catalog::Limits;
 use crate::io::fault::{FaultConfig, FaultCounts};
 use crate::io::{BlockDevice, PageKind, RingChoice, RingReport};
@@ -40,6 +41,23 @@ pub struct NodeConfig {
     /// They are also written when no client asked anything for this long, milliseconds.
     /// Default: 200.
     pub idle_ms: u64,
+    /// Raises the generation of a namespace of which something could not be erased from the
+    /// device. Default: none; then such a block may come back at a restart.
+    pub retire: Option<RetireNamespace>,
+}
+
+/// Makes all blocks that a namespace has on the device void at the next start, durably; returns
+/// its new generation. Called on a thread that may block.
+#[derive(Clone)]
+pub struct RetireNamespace(pub Arc<Retire>);
+
+/// See [`RetireNamespace`].
+pub type Retire = dyn Fn(NamespaceId) -> Option<u32> + Send + Sync;
+
+impl fmt::Debug for RetireNamespace {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str("RetireNamespace")
+    }
 }
 
 impl NodeConfig {
@@ -53,6 +71,7 @@ impl NodeConfig {
             limits: Limits::default(),
             clean_percent: 25,
             idle_ms: 200,
+            retire: None,
         }
     }
 }

@@ -11,7 +11,7 @@ use crossbeam::channel::{Sender, bounded, unbounded};
 
 use super::conductor::{Alive, Ask, Conductor, Device, Reads, Signal};
 use super::pool::{Job, Pool, PoolSender, Shared};
-use super::{NodeConfig, NodeReport, NvmeConfig, NvmeReport};
+use super::{NodeConfig, NodeReport, NvmeConfig, NvmeReport, RetireNamespace};
 use crate::block::NamespaceId;
 use crate::catalog::{
     Catalog, CatalogConfig, Event, Limit, Limits, Lru, NamespaceInfo, NvmeShape, OpError, OpId,
@@ -139,7 +139,7 @@ impl Node {
         let mut catalog = Catalog::new(catalog_config(&config, bytes, opened.as_ref()));
         let recovered_blocks = recover(&mut catalog, opened.as_mut());
 
-        let shared = shared_by_all(&arena);
+        let shared = shared_by_all(&arena, config.retire.clone());
         let (asks, ask_source) = bounded(REQUESTS_MAX);
         // As many signals as operations, sessions and regions may be under way: all are limited.
         let (signals, signal_source) = unbounded();
@@ -226,12 +226,13 @@ impl Node {
     }
 }
 
-fn shared_by_all(arena: &Arc<Arena>) -> Arc<Shared> {
+fn shared_by_all(arena: &Arc<Arena>, retire: Option<RetireNamespace>) -> Arc<Shared> {
     Arc::new(Shared {
         arena: Arc::clone(arena),
         salt: random_u64(),
         encoded: Mutex::default(),
         store: Mutex::new(None),
+        retire,
     })
 }
 
@@ -294,7 +295,7 @@ fn catalog_config(config: &NodeConfig, bytes: u64, nvme: Option<&OpenedNvme>) ->
         limits: config.limits,
         clean_percent: config.clean_percent,
         idle_ms: config.idle_ms,
-        touch_ancestors: true,
+        trace_order: false,
         epoch_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
         hash_seed: random_u64(),
     }
@@ -402,15 +403,17 @@ fn device_done(done: NvmeDone, signals: &Sender<Signal>, reads: &Reads, pool: &P
             let error = op_error(NvmeError::Device(failure));
             Event::CommitFailed { segment, error }
         }
-        NvmeDone::Erased { segment, index, result: Err(error), .. } => {
-            tracing::warn!(segment, index, %error, "cannot erase a descriptor");
-            return;
+        NvmeDone::Erased { segment, sequence, index, result } => {
+            if let Err(error) = &result {
+                tracing::warn!(segment, index, %error, "cannot erase a descriptor");
+            }
+            Event::Erased { segment, sequence, index, result: result.map_err(op_error) }
         }
         NvmeDone::Gone { why } => {
             tracing::error!(why, "the nvme device is gone");
             Event::CommitFailed { segment: 0, error: OpError::DeviceGone }
         }
-        NvmeDone::Sealed { .. } | NvmeDone::Erased { .. } | NvmeDone::Synced { .. } => return,
+        NvmeDone::Sealed { .. } | NvmeDone::Synced { .. } => return,
     };
     drop(signals.send(Signal::Event(event)));
 }

@@ -14,6 +14,7 @@ use crate::block::{BlockKey, Codec, Descriptor, ElementType, NamespaceId, Place,
 use crate::catalog::{Event, OpError, OpId, SlotId};
 use crate::codec;
 use crate::io::{AlignedBuf, Arena, Region, SlotRead, SlotWrite};
+use crate::movement::RetireNamespace;
 use crate::segment::SegmentStore;
 use crate::tier::nvme::ReadBuffer;
 
@@ -25,6 +26,7 @@ pub(super) enum Job {
     Verify { op: OpId, read: ReadContext, buffer: ReadBuffer },
     Encode { op: OpId, slot: SlotId, raw_bytes: u32, codec: Codec, element: ElementType },
     Quarantine { segment: u32 },
+    Retire { namespace: NamespaceId },
 }
 
 /// What a slot must hold before its bytes may leave.
@@ -51,6 +53,8 @@ pub(super) struct Shared {
     pub(super) encoded: Mutex<HashMap<OpId, AlignedBuf>>,
     /// The store's superblocks.
     pub(super) store: Mutex<Option<SegmentStore>>,
+    /// Voids a namespace on the device.
+    pub(super) retire: Option<RetireNamespace>,
 }
 
 /// The pool.
@@ -119,6 +123,9 @@ impl Job {
             Job::Verify { op, .. } => Event::Read { op: *op, result: Err(error) },
             Job::Encode { op, .. } => Event::Encoded { op: *op, result: None },
             Job::Quarantine { .. } => return None,
+            Job::Retire { namespace } => {
+                Event::NamespaceRetired { namespace: *namespace, generation: None }
+            }
         })
     }
 }
@@ -155,6 +162,17 @@ fn work(job: Job, shared: &Shared) -> Option<Event> {
         Job::Quarantine { segment } => {
             quarantine(shared, segment);
             return None;
+        }
+        Job::Retire { namespace } => {
+            let generation = shared.retire.as_ref().and_then(|retire| (retire.0)(namespace));
+            if generation.is_none() {
+                tracing::error!(
+                    namespace = namespace.0,
+                    "a block that was forgotten could not be erased from nvme, and its namespace \
+                     could not be retired: forget the namespace, or the block may come back"
+                );
+            }
+            Event::NamespaceRetired { namespace, generation }
         }
     })
 }

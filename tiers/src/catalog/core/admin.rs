@@ -55,6 +55,9 @@ impl Catalog {
     }
 
     pub(super) fn forget(&mut self, what: &Forget) -> Reply {
+        if let Forget::Keys { namespace, .. } | Forget::Conversation { namespace, .. } = what {
+            self.retire_unreachable(*namespace);
+        }
         let doomed: Vec<u32> = match what {
             Forget::Keys { namespace, keys } => {
                 let found = keys.iter().filter_map(|key| self.table.find(*namespace, key));
@@ -85,6 +88,7 @@ impl Catalog {
     }
 
     pub(super) fn report_bad(&mut self, namespace: NamespaceId, keys: &[BlockKey]) -> Reply {
+        self.retire_unreachable(namespace);
         let mut count = 0;
         for key in keys.iter().take(self.config.limits.keys_per_call) {
             self.bad.insert(namespace, *key, self.config.limits.bad_keys);

@@ -320,12 +320,10 @@ impl Catalog {
             if orphan {
                 segment.orphan_bytes -= page_ceil(u64::from(location.stored_bytes));
             }
+            let sequence = segment.sequence;
             if erase {
-                self.actions.push(Action::EraseDescriptor {
-                    segment: location.segment,
-                    sequence: segment.sequence,
-                    index: location.index,
-                });
+                let namespace = self.table.get(index).namespace;
+                self.erase(namespace, location.segment, sequence, location.index);
             }
         }
         self.settle_segment(location.segment);

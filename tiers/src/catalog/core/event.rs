@@ -140,6 +140,24 @@ pub enum Event {
         /// Why.
         error: OpError,
     },
+    /// [`Action::EraseDescriptor`] ended.
+    Erased {
+        /// Which segment.
+        segment: u32,
+        /// In which life of it.
+        sequence: u64,
+        /// Which descriptor.
+        index: u32,
+        /// Whether the descriptor is gone from the device.
+        result: Result<(), OpError>,
+    },
+    /// [`Action::RetireNamespace`] ended.
+    NamespaceRetired {
+        /// Which.
+        namespace: NamespaceId,
+        /// Its new generation; `None` when it could not be raised.
+        generation: Option<u32>,
+    },
     /// Time passed. Expects to be sent every 50 to 100 ms.
     Tick,
 }
@@ -280,6 +298,12 @@ pub enum Action {
         /// Which.
         index: u32,
     },
+    /// Raise the namespace's generation, durably: something of it that must not come back at a
+    /// restart cannot be erased from the device.
+    RetireNamespace {
+        /// Which.
+        namespace: NamespaceId,
+    },
     /// Remember on the device that the segment failed.
     QuarantineSegment {
         /// Which.
@@ -329,10 +353,11 @@ pub struct CatalogConfig {
     /// They are also written when no client asked anything for this long, milliseconds.
     /// Default: 200. 0: never, and not for their age either.
     pub idle_ms: u64,
-    /// Whether a store makes the blocks before it more recent too, a block just stored counts as
-    /// used, and unreachable blocks go early. Only a simulator of published figures, which stores
-    /// every block of a path in a call of its own, turns it off. Default: true.
-    pub touch_ancestors: bool,
+    /// Whether blocks are used in the order in which a trace names them and in no other: a store
+    /// does not make the blocks before it more recent, a block just stored does not count as used,
+    /// and unreachable blocks do not go early. Only for simulators of published figures, which
+    /// store every block of a path in a call of its own. Default: false.
+    pub trace_order: bool,
     /// Seconds since the Unix epoch at timestamp 0.
     pub epoch_s: u64,
     /// Seed of the block table's hash, so that clients cannot choose keys that collide.

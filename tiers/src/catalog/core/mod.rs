@@ -10,6 +10,7 @@
 mod admin;
 mod clients;
 mod copies;
+mod erase;
 mod event;
 mod flow;
 mod load;
@@ -34,6 +35,7 @@ use super::request::*;
 use crate::block::{BlockKey, NamespaceId};
 use clients::{Clients, RegionShape, Session};
 use copies::{HostTier, NvmeTier};
+use erase::Erasures;
 use flow::{Flow, Op, Part, Ticket, TicketKind};
 use table::BlockTable;
 
@@ -54,6 +56,7 @@ pub struct Catalog {
     clients: Clients,
     flow: Flow,
     bad: BadKeys,
+    erasures: Erasures,
     counters: Counters,
     drain: Option<Drain>,
     actions: Vec<Action>,
@@ -111,6 +114,7 @@ impl Catalog {
             clients: Clients::default(),
             flow: Flow::default(),
             bad: BadKeys::default(),
+            erasures: Erasures::default(),
             counters: Counters::default(),
             drain: None,
             actions: Vec::new(),
@@ -150,12 +154,18 @@ impl Catalog {
                 }
             }
             Event::CommitFailed { segment, error } => self.segment_failed(segment, error),
+            Event::Erased { segment, sequence, index, result } => {
+                self.erased(segment, sequence, index, result);
+            }
+            Event::NamespaceRetired { namespace, generation } => {
+                self.namespace_retired(namespace, generation);
+            }
             Event::Tick => self.expire(),
         }
         self.pump_fetches();
         self.pump_reclaim();
         self.pump_writes();
-        if self.config.touch_ancestors {
+        if !self.config.trace_order {
             self.drop_surplus_ghosts();
         }
         self.answer_drain();

@@ -195,7 +195,8 @@ impl Catalog {
         match result {
             Ok(()) if doomed || !self.nvme_usable() => {
                 let Location { segment, index: at, .. } = location;
-                self.actions.push(Action::EraseDescriptor { segment, sequence, index: at });
+                let namespace = self.table.get(index).namespace;
+                self.erase(namespace, segment, sequence, at);
                 self.writing_ended(index, bytes, None);
             }
             Ok(()) => self.writing_ended(index, bytes, Some(location)),

@@ -60,12 +60,12 @@ impl Catalog {
         }
         for block in blocks.iter().rev() {
             if let Some(index) = self.table.find(namespace, &block.key)
-                && (self.config.touch_ancestors || !self.table.get(index).is_filling())
+                && (!self.config.trace_order || !self.table.get(index).is_filling())
             {
                 self.touch(index);
             }
         }
-        if self.config.touch_ancestors
+        if !self.config.trace_order
             && let Some(first) = blocks.first()
         {
             self.touch_ancestors(namespace, first);

@@ -33,7 +33,7 @@ fn config(host_blocks: u64, nvme: bool) -> CatalogConfig {
         limits: Limits::default(),
         clean_percent: 25,
         idle_ms: 0,
-        touch_ancestors: true,
+        trace_order: false,
         epoch_s: 1000,
         hash_seed: 1,
     }
@@ -169,6 +169,9 @@ impl Edge {
             }
             Action::OpenSegment { segment, .. } => Event::SegmentOpened { segment, result: Ok(()) },
             Action::Encode { op, .. } => Event::Encoded { op, result: None },
+            Action::EraseDescriptor { segment, sequence, index } => {
+                Event::Erased { segment, sequence, index, result: result() }
+            }
             _ => return,
         };
         self.waiting.push_back(event);
