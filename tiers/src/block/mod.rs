@@ -3,12 +3,17 @@
 
 mod descriptor;
 mod geometry;
+mod gpu;
 mod identity;
 
 pub use descriptor::{
     Codec, DESCRIPTOR_BYTES, DESCRIPTOR_VERSION, Descriptor, DescriptorError, Place, Sum128,
 };
 pub use geometry::{LayoutError, MAX_PLANES, PAGE_BYTES, Plane, RegionLayout, page_ceil};
+pub use gpu::{
+    GPU_BLOCK_BYTES_UNSUPPORTED, GPU_EVENTS_MAX, GpuMemory, GpuOrder, GpuRegionSpec, GpuUuid,
+    GpuUuidError, IPC_HANDLE_BYTES, IpcHandle,
+};
 pub use identity::{
     BlockKey, ElementType, KvLayout, Model, Namespace, NamespaceDifference, NamespaceError,
     NamespaceId, NamespaceKey, RankScope, SECRET_BYTES, TenantSecret,

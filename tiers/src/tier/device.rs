@@ -1,0 +1,406 @@
+//! The device tier's worker: one thread that owns one GPU and carries out copies between regions,
+//! the GPU's pool and host slots; and one thread that closes mappings, which can hang.
+//!
+//! The worker knows how to move bytes and how to verify them; which block lies in which slot is the
+//! catalog's business.
+//!
+//! Invariants:
+//! 1. Every job taken is answered exactly once, also when the GPU is lost or the thread panics.
+//!    While a call of the driver hangs, nothing is answered; [`DeviceWorker::health`] says so, and
+//!    the owner's calls here still return at once.
+//! 2. A region's mapping is closed after the last batch that uses it has ended, and no job of it
+//!    starts once [`DeviceJob::Close`] was taken.
+//! 3. A host slot's guard is let go of only after the batch that uses it has ended. When that is
+//!    never seen (a lost GPU), the guard is leaked: the slot is not used again until a restart.
+//! 4. Jobs taken and not yet answered, batches under way, and regions are bounded by
+//!    [`DeviceOptions`].
+//! 5. Regions take turns, so that a client with much to do does not hold up the others.
+//!
+//! The states of a region:
+//! ```text
+//! Open -> opened -> Close -> (its jobs end) -> closing (reaper) -> Closed
+//!     \-> refused, forgotten
+//! ```
+
+mod gpu;
+mod memory;
+mod reaper;
+mod worker;
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::{self, Receiver, Sender};
+
+pub use gpu::{
+    BATCH_MOVES_MAX, Batch, BatchDone, BatchId, Closing, DemoteMove, GatherMove, Gpu, GpuError,
+    GpuInfo, GpuRegion, MoveTo, OpenMemory, OpenRegion, RegionShape, ScatterFrom, ScatterMove,
+    check_lent, check_slot,
+};
+pub use memory::{MemoryGpu, MemoryGpuControl, MemoryGpuOptions};
+
+use crate::block::Sum128;
+use crate::catalog::{RegionId, SlotId};
+use crate::io::SlotWrite;
+
+/// How much longer than the threads the owner waits, so that it hears what they decided.
+const STOP_GRACE: Duration = Duration::from_millis(200);
+
+/// The limits of a worker.
+#[derive(Clone, Debug)]
+pub struct DeviceOptions {
+    /// Most jobs taken and not yet answered. Default: 4096.
+    pub jobs_max: usize,
+    /// Most batches under way; the GPU may allow fewer. Default: 4.
+    pub batches_max: usize,
+    /// Most regions, those being closed included. Default: 1024.
+    pub regions_max: usize,
+    /// How long a job waits for the engine's event before it fails. Default: 5 s.
+    pub event_timeout: Duration,
+    /// How long a batch may take before the GPU is taken for lost. Default: 30 s.
+    pub batch_timeout: Duration,
+    /// How long the start waits for the GPU to be opened. Default: 60 s.
+    pub open_timeout: Duration,
+    /// How long dropping the worker waits for its threads. Default: 5 s.
+    pub stop_timeout: Duration,
+}
+
+impl Default for DeviceOptions {
+    fn default() -> DeviceOptions {
+        DeviceOptions {
+            jobs_max: 4096,
+            batches_max: 4,
+            regions_max: 1024,
+            event_timeout: Duration::from_secs(5),
+            batch_timeout: Duration::from_secs(30),
+            open_timeout: Duration::from_secs(60),
+            stop_timeout: Duration::from_secs(5),
+        }
+    }
+}
+
+/// What the worker is to do. Each is answered by one [`DeviceDone`].
+#[derive(Debug)]
+pub enum DeviceJob {
+    /// Make a client's GPU memory usable.
+    Open {
+        /// Its number, which is not open already.
+        region: RegionId,
+        /// What it is.
+        open: Box<OpenRegion>,
+    },
+    /// Refuse further jobs of a region, and close its mapping when those taken have ended.
+    Close {
+        /// The region. One that is not open is answered at once.
+        region: RegionId,
+    },
+    /// Copy a block out of a region.
+    Gather {
+        /// The caller's number.
+        op: u64,
+        /// The region.
+        region: RegionId,
+        /// The block's place in it.
+        place: u32,
+        /// The event of the region's ring to wait for.
+        after_event: Option<u32>,
+        /// Where the block goes.
+        to: GatherTo,
+        /// Its bytes.
+        bytes: u32,
+    },
+    /// Compute the checksum of a block of a region, without keeping a copy.
+    Compare {
+        /// The caller's number.
+        op: u64,
+        /// The region.
+        region: RegionId,
+        /// The block's place in it.
+        place: u32,
+        /// The event of the region's ring to wait for.
+        after_event: Option<u32>,
+        /// Its bytes.
+        bytes: u32,
+    },
+    /// Verify a block and copy it into a region.
+    Scatter {
+        /// The caller's number.
+        op: u64,
+        /// The region.
+        region: RegionId,
+        /// The place that receives the block.
+        place: u32,
+        /// The event of the region's ring to wait for.
+        after_event: Option<u32>,
+        /// Where the block comes from.
+        from: ScatterFrom,
+        /// What the checksum of its bytes must be.
+        expected: Sum128,
+        /// Its bytes.
+        bytes: u32,
+    },
+    /// Copy a block from the pool to a host slot. Its checksum is checked whenever it leaves that.
+    Demote {
+        /// The caller's number.
+        op: u64,
+        /// The slot of the pool.
+        slot: SlotId,
+        /// The host slot, which lends exactly `bytes`.
+        to: SlotWrite,
+        /// The block's bytes.
+        bytes: u32,
+    },
+}
+
+/// Where a gathered block goes.
+#[derive(Debug)]
+pub enum GatherTo {
+    /// A slot of the GPU's pool.
+    Pool(SlotId),
+    /// A host slot, which lends exactly the block's bytes.
+    Host(SlotWrite),
+}
+
+/// What became of a job. The guards of host slots that the job had are gone (see invariant 3).
+#[derive(Debug)]
+pub enum DeviceDone {
+    /// Of `Open`.
+    Opened {
+        /// The region.
+        region: RegionId,
+        /// Whether it can be used.
+        result: Result<(), GpuError>,
+    },
+    /// Of `Close`: the mapping is closed, or was given up with the GPU. While the driver hangs in
+    /// closing it, there is no answer.
+    Closed {
+        /// The region.
+        region: RegionId,
+    },
+    /// Of `Gather`.
+    Gathered {
+        /// The caller's number.
+        op: u64,
+        /// The checksum of the copy.
+        result: Result<Sum128, GpuError>,
+    },
+    /// Of `Compare`.
+    Compared {
+        /// The caller's number.
+        op: u64,
+        /// The checksum of the block as it was.
+        result: Result<Sum128, GpuError>,
+    },
+    /// Of `Scatter`.
+    Scattered {
+        /// The caller's number.
+        op: u64,
+        /// Whether the block was verified and is in its place.
+        result: Result<(), GpuError>,
+    },
+    /// Of `Demote`.
+    Demoted {
+        /// The caller's number.
+        op: u64,
+        /// Whether the host slot has the bytes.
+        result: Result<(), GpuError>,
+    },
+    /// The GPU can no longer be used, or the worker died. Every job, taken or to come, fails.
+    /// Belongs to no job, and comes once, in front of the failures.
+    Lost {
+        /// Why.
+        error: GpuError,
+    },
+}
+
+/// How a worker is, readable while its threads are stuck.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct DeviceHealth {
+    /// Since when the owner thread has been inside one call of the driver; `None` between calls.
+    pub busy_since: Option<Instant>,
+    /// Mappings handed to the reaper thread and not yet closed.
+    pub closing: usize,
+    /// Since when the oldest of them is.
+    pub closing_since: Option<Instant>,
+    /// Why the GPU was given up, if it was.
+    pub lost: Option<String>,
+    /// Regions open or being closed.
+    pub regions: usize,
+    /// Batches under way.
+    pub batches: usize,
+    /// Since when the oldest of them is.
+    pub batch_since: Option<Instant>,
+}
+
+/// What the worker's owner and its threads share.
+#[derive(Debug, Default)]
+struct Shared {
+    /// Jobs taken and not yet answered, closing regions excluded.
+    jobs: AtomicUsize,
+    state: Mutex<State>,
+}
+
+/// Held for a few instructions at a time, never during a call of the driver.
+#[derive(Debug, Default)]
+struct State {
+    health: DeviceHealth,
+    /// When each mapping was handed to the reaper thread, in that order.
+    closing: VecDeque<Instant>,
+    /// Until when a stop waits.
+    stop_by: Option<Instant>,
+    /// The stop was orderly: every mapping is closed and the pool is freed.
+    stopped: bool,
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The owner's end of a worker. Dropping it stops the worker.
+pub struct DeviceWorker {
+    info: GpuInfo,
+    /// `None` only while stopping.
+    jobs: Option<Sender<DeviceJob>>,
+    jobs_max: usize,
+    shared: Arc<Shared>,
+    stop_timeout: Duration,
+    /// Disconnected when the owner thread has ended.
+    ended: Receiver<()>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl fmt::Debug for DeviceWorker {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "DeviceWorker({}, {})", self.info.uuid, self.info.name)
+    }
+}
+
+impl DeviceWorker {
+    /// Starts the threads, opens the GPU on the owner thread with `gpu`, and returns once that is
+    /// done, or at the latest after [`DeviceOptions::open_timeout`]. `done` is called on the owner
+    /// thread and must not block.
+    ///
+    /// # Errors
+    /// Those of `gpu`, and [`GpuError::Failed`] when no thread can be started or the GPU is not
+    /// open in time.
+    pub fn start(
+        gpu: impl FnOnce() -> Result<Box<dyn Gpu>, GpuError> + Send + 'static,
+        options: DeviceOptions,
+        done: impl FnMut(DeviceDone) + Send + 'static,
+    ) -> Result<DeviceWorker, GpuError> {
+        let jobs_max = options.jobs_max.max(1);
+        let (jobs, job_source) = channel::bounded(jobs_max);
+        let (started, start) = channel::bounded(1);
+        let (alive, ended) = channel::bounded::<()>(0);
+        let shared = Arc::new(Shared::default());
+        let theirs = Arc::clone(&shared);
+        let (open_timeout, stop_timeout) = (options.open_timeout, options.stop_timeout);
+        let work = move || {
+            let _alive = alive;
+            let gpu = match gpu() {
+                Ok(gpu) => gpu,
+                Err(error) => return drop(started.send(Err(error))),
+            };
+            let reaper = match reaper::Reaper::start(&theirs, options.regions_max) {
+                Ok(reaper) => reaper,
+                Err(error) => return drop(started.send(Err(no_thread(&error)))),
+            };
+            if started.send(Ok(gpu.info().clone())).is_ok() {
+                worker::run(gpu, reaper, options, job_source, theirs, Box::new(done));
+            }
+        };
+        let builder = std::thread::Builder::new().name("kvtide-gpu".into());
+        let thread = builder.spawn(work).map_err(|error| no_thread(&error))?;
+        let info = match start.recv_timeout(open_timeout) {
+            Ok(result) => result?,
+            Err(channel::RecvTimeoutError::Timeout) => {
+                return Err(GpuError::Failed(format!(
+                    "the driver did not open the GPU within {} s",
+                    open_timeout.as_secs()
+                )));
+            }
+            Err(channel::RecvTimeoutError::Disconnected) => {
+                return Err(GpuError::Failed("the thread that opens the GPU died".to_owned()));
+            }
+        };
+        let (jobs, thread) = (Some(jobs), Some(thread));
+        Ok(DeviceWorker { info, jobs, jobs_max, shared, stop_timeout, ended, thread })
+    }
+
+    /// What is known of the GPU.
+    pub fn info(&self) -> &GpuInfo {
+        &self.info
+    }
+
+    /// Takes a job. Never blocks, whatever the GPU does.
+    ///
+    /// # Errors
+    /// Gives the job back when [`DeviceOptions::jobs_max`] are not yet answered.
+    pub fn try_send(&self, job: DeviceJob) -> Result<(), DeviceJob> {
+        let Some(jobs) = &self.jobs else { return Err(job) };
+        if self.shared.jobs.fetch_add(1, Ordering::Relaxed) >= self.jobs_max {
+            self.shared.jobs.fetch_sub(1, Ordering::Relaxed);
+            return Err(job);
+        }
+        jobs.try_send(job).map_err(|refused| {
+            self.shared.jobs.fetch_sub(1, Ordering::Relaxed);
+            refused.into_inner()
+        })
+    }
+
+    /// Jobs taken and not yet answered. A `Close` counts until its mapping goes to the reaper.
+    pub fn jobs(&self) -> usize {
+        self.shared.jobs.load(Ordering::Relaxed)
+    }
+
+    /// How the worker is. Returns at once, also while its threads are stuck.
+    pub fn health(&self) -> DeviceHealth {
+        let state = self.shared.state();
+        let mut health = state.health.clone();
+        health.closing = state.closing.len();
+        health.closing_since = state.closing.front().copied();
+        health
+    }
+
+    /// Ends the worker: jobs not begun fail, batches under way end, all mappings are closed, the
+    /// pool is freed. Blocks until then, at most `timeout`; past it the threads are left to
+    /// themselves. Whether all ended in time.
+    pub fn stop(mut self, timeout: Duration) -> bool {
+        self.end(timeout)
+    }
+
+    fn end(&mut self, timeout: Duration) -> bool {
+        let Some(thread) = self.thread.take() else { return true };
+        self.shared.state().stop_by = Some(Instant::now() + timeout);
+        // The thread takes the closed channel for the order to stop.
+        self.jobs = None;
+        let ended = self.ended.recv_timeout(timeout + STOP_GRACE);
+        if !matches!(ended, Err(channel::RecvTimeoutError::Timeout)) {
+            // A panic was caught and reported on the thread itself.
+            drop(thread.join());
+        }
+        let stopped = self.shared.state().stopped;
+        if !stopped {
+            let gpu = self.info.uuid;
+            tracing::error!(%gpu, "the GPU could not be closed; what is left goes with the process");
+        }
+        stopped
+    }
+}
+
+impl Drop for DeviceWorker {
+    fn drop(&mut self) {
+        self.end(self.stop_timeout);
+    }
+}
+
+fn no_thread(error: &io::Error) -> GpuError {
+    GpuError::Failed(format!("no thread can be started for it: {error}"))
+}

@@ -1,0 +1,664 @@
+//! The owner thread: takes jobs, makes batches of them, settles what ended.
+//!
+//! Each region has a queue of its own, and so have demotions; queues take turns. A queue whose
+//! first job waits for the engine's event is passed over. Calls of the driver are the only thing
+//! that can hang here, so each is marked while it is under way.
+
+use std::any::Any;
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::ops::Bound;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::{Receiver, RecvTimeoutError, TryRecvError};
+
+use super::gpu::{
+    BATCH_MOVES_MAX, Batch, BatchDone, BatchId, DemoteMove, GatherMove, Gpu, GpuError, GpuInfo,
+    GpuRegion, MoveTo, OpenRegion, RegionShape, ScatterMove,
+};
+use super::reaper::Reaper;
+use super::{DeviceDone, DeviceJob, DeviceOptions, GatherTo, Shared};
+use crate::block::Sum128;
+use crate::catalog::RegionId;
+
+/// The first pause between two looks at what is under way; it doubles up to [`PAUSE_MAX`].
+const PAUSE_MIN: Duration = Duration::from_micros(20);
+const PAUSE_MAX: Duration = Duration::from_millis(1);
+/// How long the thread sleeps with nothing to do; a job ends it.
+const IDLE: Duration = Duration::from_secs(3600);
+
+/// Whom an answer goes to.
+#[derive(Clone, Copy)]
+enum Op {
+    Gather(u64),
+    Compare(u64),
+    Scatter { op: u64, expected: Sum128 },
+    Demote(u64),
+}
+
+impl Op {
+    fn done(self, result: Result<Sum128, GpuError>) -> DeviceDone {
+        match self {
+            Op::Gather(op) => DeviceDone::Gathered { op, result },
+            Op::Compare(op) => DeviceDone::Compared { op, result },
+            Op::Scatter { op, expected } => {
+                let verified =
+                    |found| if found == expected { Ok(()) } else { Err(GpuError::Checksum) };
+                DeviceDone::Scattered { op, result: result.and_then(verified) }
+            }
+            Op::Demote(op) => DeviceDone::Demoted { op, result: result.map(drop) },
+        }
+    }
+}
+
+enum Work {
+    Gather(GatherMove),
+    Scatter(ScatterMove),
+    Demote(DemoteMove),
+}
+
+impl Work {
+    fn bytes(&self) -> u64 {
+        u64::from(match self {
+            Work::Gather(one) => one.bytes,
+            Work::Scatter(one) => one.bytes,
+            Work::Demote(one) => one.bytes,
+        })
+    }
+
+    fn check(&self, shape: Option<&RegionShape>, info: &GpuInfo) -> Result<(), GpuError> {
+        match self {
+            Work::Gather(one) => one.check(shape.ok_or(GpuError::Closed)?, info),
+            Work::Scatter(one) => one.check(shape.ok_or(GpuError::Closed)?, info),
+            Work::Demote(one) => one.check(info),
+        }
+    }
+}
+
+/// A checked job that waits.
+struct Waiting {
+    op: Op,
+    after_event: Option<u32>,
+    taken: Instant,
+    work: Work,
+}
+
+/// A region's queue; `None` is the one of demotions.
+type QueueId = Option<RegionId>;
+
+enum RegionState {
+    Open {
+        gpu: GpuRegion,
+        shape: RegionShape,
+        /// Batches under way.
+        batches: usize,
+        /// `Close` was taken.
+        closing: bool,
+    },
+    /// With the reaper thread. Whether an answer is owed.
+    Reaping { answer: bool },
+}
+
+struct UnderWay {
+    ops: Vec<Op>,
+    queue: QueueId,
+    since: Instant,
+}
+
+struct Worker {
+    /// `None` once it was given up, or dropped in an orderly stop.
+    gpu: Option<Box<dyn Gpu>>,
+    lost: Option<GpuError>,
+    info: GpuInfo,
+    reaper: Reaper,
+    options: DeviceOptions,
+    jobs: Receiver<DeviceJob>,
+    shared: Arc<Shared>,
+    done: Box<dyn FnMut(DeviceDone) + Send>,
+    queues: BTreeMap<QueueId, VecDeque<Waiting>>,
+    /// The queue that had the last turn.
+    turn: QueueId,
+    regions: HashMap<RegionId, RegionState>,
+    under_way: HashMap<BatchId, UnderWay>,
+    stopping: bool,
+}
+
+/// Runs until the owner lets go of the channel. Answers every job, whatever happens.
+pub(super) fn run(
+    gpu: Box<dyn Gpu>,
+    reaper: Reaper,
+    options: DeviceOptions,
+    jobs: Receiver<DeviceJob>,
+    shared: Arc<Shared>,
+    done: Box<dyn FnMut(DeviceDone) + Send>,
+) {
+    let info = gpu.info().clone();
+    let mut worker = Worker {
+        gpu: Some(gpu),
+        lost: None,
+        info,
+        reaper,
+        options,
+        jobs,
+        shared,
+        done,
+        queues: BTreeMap::new(),
+        turn: None,
+        regions: HashMap::new(),
+        under_way: HashMap::new(),
+        stopping: false,
+    };
+    // After a panic the state is only used to fail what is in it. One that comes again would come
+    // for ever.
+    for _ in 0..2 {
+        let Err(panic) = catch_unwind(AssertUnwindSafe(|| worker.run())) else { return };
+        worker.lose(GpuError::Lost(format!("its worker panicked: {}", message_of(&*panic))));
+    }
+}
+
+fn message_of(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
+}
+
+impl Worker {
+    fn run(&mut self) {
+        let mut pause = PAUSE_MIN;
+        loop {
+            let mut progress = self.take_jobs();
+            progress |= self.start_batches();
+            progress |= self.settle_batches();
+            self.check_batch_time();
+            self.publish();
+            if self.stopping && self.under_way.is_empty() {
+                return self.finish();
+            }
+            pause = if progress { PAUSE_MIN } else { PAUSE_MAX.min(pause * 2) };
+            if !progress && self.wait(pause) {
+                pause = PAUSE_MIN;
+            }
+        }
+    }
+
+    /// Sleeps until a job comes, a mapping is closed, or it is time to look again. Whether one of
+    /// the first two happened.
+    fn wait(&mut self, pause: Duration) -> bool {
+        if self.stopping {
+            std::thread::sleep(pause);
+            return false;
+        }
+        let looks = !self.under_way.is_empty() || !self.queues.is_empty();
+        let timeout = if looks { pause } else { IDLE };
+        crossbeam::select! {
+            recv(self.jobs) -> job => match job {
+                Ok(job) => self.take(job),
+                Err(_) => self.begin_stop(),
+            },
+            recv(self.reaper.closed) -> region => match region {
+                Ok(region) => self.settle_close(region),
+                // The reaper thread is gone: its panics are caught, so this is not reached.
+                Err(_) => std::thread::sleep(PAUSE_MAX),
+            },
+            default(timeout) => return false,
+        }
+        true
+    }
+
+    fn take_jobs(&mut self) -> bool {
+        let mut any = false;
+        while let Ok(region) = self.reaper.closed.try_recv() {
+            self.settle_close(region);
+            any = true;
+        }
+        while !self.stopping {
+            match self.jobs.try_recv() {
+                Ok(job) => {
+                    self.take(job);
+                    any = true;
+                }
+                Err(TryRecvError::Empty) => break,
+                Err(TryRecvError::Disconnected) => self.begin_stop(),
+            }
+        }
+        any
+    }
+
+    /// One call of the driver, marked while it is under way. A GPU that panics is lost.
+    fn call<R>(&mut self, call: impl FnOnce(&mut dyn Gpu) -> R) -> Result<R, GpuError> {
+        let Some(gpu) = &mut self.gpu else {
+            return Err(self.lost.clone().unwrap_or(GpuError::Ended));
+        };
+        self.shared.state().health.busy_since = Some(Instant::now());
+        let result = catch_unwind(AssertUnwindSafe(|| call(gpu.as_mut())));
+        self.shared.state().health.busy_since = None;
+        result.map_err(|panic| {
+            let error = GpuError::Lost(format!("its driver panicked: {}", message_of(&*panic)));
+            self.lose(error.clone());
+            error
+        })
+    }
+
+    /// Answers a job that counts.
+    fn answer(&mut self, done: DeviceDone) {
+        self.shared.jobs.fetch_sub(1, Ordering::Relaxed);
+        self.tell(done);
+    }
+
+    /// A panic of whoever listens must not keep the others from their answers.
+    fn tell(&mut self, done: DeviceDone) {
+        if catch_unwind(AssertUnwindSafe(|| (self.done)(done))).is_err() {
+            tracing::error!(gpu = %self.info.uuid, "whoever was told of a GPU's answer panicked");
+        }
+    }
+
+    fn take(&mut self, job: DeviceJob) {
+        let (queue, op, after_event, work) = match job {
+            DeviceJob::Open { region, open } => return self.open(region, *open),
+            DeviceJob::Close { region } => return self.close(region),
+            DeviceJob::Gather { op, region, place, after_event, to, bytes } => {
+                let to = match to {
+                    GatherTo::Pool(slot) => MoveTo::Pool(slot),
+                    GatherTo::Host(slot) => MoveTo::Host(slot),
+                };
+                let work = Work::Gather(GatherMove { place, bytes, to });
+                (Some(region), Op::Gather(op), after_event, work)
+            }
+            DeviceJob::Compare { op, region, place, after_event, bytes } => {
+                let work = Work::Gather(GatherMove { place, bytes, to: MoveTo::Nowhere });
+                (Some(region), Op::Compare(op), after_event, work)
+            }
+            DeviceJob::Scatter { op, region, place, after_event, from, expected, bytes } => {
+                let work = Work::Scatter(ScatterMove { place, bytes, from, expected });
+                (Some(region), Op::Scatter { op, expected }, after_event, work)
+            }
+            DeviceJob::Demote { op, slot, to, bytes } => {
+                (None, Op::Demote(op), None, Work::Demote(DemoteMove { slot, bytes, to }))
+            }
+        };
+        let refused = self.refusal(queue, after_event, &work);
+        let waiting = Waiting { op, after_event, taken: Instant::now(), work };
+        match refused {
+            Some(error) => self.refuse(waiting, error),
+            None => self.queues.entry(queue).or_default().push_back(waiting),
+        }
+    }
+
+    /// Why a job cannot be done, if so.
+    fn refusal(&self, queue: QueueId, event: Option<u32>, work: &Work) -> Option<GpuError> {
+        if let Some(error) = &self.lost {
+            return Some(error.clone());
+        }
+        if self.stopping {
+            return Some(GpuError::Ended);
+        }
+        let shape = match queue.map(|region| self.regions.get(&region)) {
+            Some(Some(RegionState::Open { shape, closing: false, .. })) => Some(shape),
+            Some(_) => return Some(GpuError::Closed),
+            None => None,
+        };
+        if let (Some(event), Some(shape)) = (event, shape)
+            && event >= shape.events
+        {
+            return Some(GpuError::Event);
+        }
+        work.check(shape, &self.info).err()
+    }
+
+    /// Answers a job that was not begun; its guards go first.
+    fn refuse(&mut self, waiting: Waiting, error: GpuError) {
+        let Waiting { op, work, .. } = waiting;
+        drop(work);
+        self.answer(op.done(Err(error)));
+    }
+
+    fn open(&mut self, region: RegionId, open: OpenRegion) {
+        let result = self.try_open(region, open);
+        let lost = result.as_ref().err().filter(|error| error.is_lost()).cloned();
+        self.answer(DeviceDone::Opened { region, result });
+        if let Some(error) = lost {
+            self.lose(error);
+        }
+    }
+
+    fn try_open(&mut self, region: RegionId, open: OpenRegion) -> Result<(), GpuError> {
+        if self.stopping {
+            return Err(GpuError::Ended);
+        }
+        if self.regions.contains_key(&region) {
+            return Err(GpuError::Region("its number is in use".to_owned()));
+        }
+        if self.regions.len() >= self.options.regions_max {
+            return Err(GpuError::TooManyRegions(self.regions.len()));
+        }
+        let shape = open.check(&self.info)?;
+        let gpu = self.call(|gpu| gpu.open(open))??;
+        let opened = RegionState::Open { gpu, shape, batches: 0, closing: false };
+        self.regions.insert(region, opened);
+        Ok(())
+    }
+
+    fn close(&mut self, region: RegionId) {
+        match self.regions.get_mut(&region) {
+            Some(RegionState::Open { closing, .. }) if !*closing => *closing = true,
+            _ => return self.answer(DeviceDone::Closed { region }),
+        }
+        self.finish_close(region);
+    }
+
+    /// Hands the mapping to the reaper once nothing uses it.
+    fn finish_close(&mut self, region: RegionId) {
+        let Some(RegionState::Open { gpu, batches: 0, closing: true, .. }) =
+            self.regions.get(&region)
+        else {
+            return;
+        };
+        if self.queues.contains_key(&Some(region)) {
+            return;
+        }
+        let gpu = *gpu;
+        self.reap(region, gpu, true);
+    }
+
+    fn reap(&mut self, region: RegionId, gpu_region: GpuRegion, answer: bool) {
+        // Losing the GPU in this call answers what is owed for the region.
+        let Ok(close) = self.call(|gpu| gpu.close(gpu_region)) else { return };
+        if close.is_some_and(|close| self.reaper.close(region, close)) {
+            self.regions.insert(region, RegionState::Reaping { answer });
+            if answer {
+                // A close that hangs must not take one of the jobs' places for ever.
+                self.shared.jobs.fetch_sub(1, Ordering::Relaxed);
+            }
+        } else {
+            self.regions.remove(&region);
+            if answer {
+                self.answer(DeviceDone::Closed { region });
+            }
+        }
+    }
+
+    fn settle_close(&mut self, region: RegionId) {
+        if let Some(RegionState::Reaping { answer: true }) = self.regions.remove(&region) {
+            self.tell(DeviceDone::Closed { region });
+        }
+    }
+
+    fn start_batches(&mut self) -> bool {
+        let most = self.options.batches_max.clamp(1, self.info.batches_max.max(1));
+        let mut any = false;
+        while self.under_way.len() < most && !self.stopping {
+            let Some((queue, run)) = self.next_run() else { break };
+            self.start_batch(queue, run);
+            any = true;
+        }
+        any
+    }
+
+    /// Jobs that can start now, of the first queue that has any, in turn.
+    fn next_run(&mut self) -> Option<(QueueId, Vec<Waiting>)> {
+        let after = (Bound::Excluded(self.turn), Bound::Unbounded);
+        let upto = (Bound::Unbounded, Bound::Included(self.turn));
+        let ids: Vec<QueueId> =
+            self.queues.range(after).chain(self.queues.range(upto)).map(|(id, _)| *id).collect();
+        for id in ids {
+            let run = self.take_run(id);
+            if !run.is_empty() {
+                self.turn = id;
+                return Some((id, run));
+            }
+        }
+        None
+    }
+
+    /// Takes consecutive jobs of one kind off a queue, as far as they are ready and fit a batch.
+    fn take_run(&mut self, queue: QueueId) -> Vec<Waiting> {
+        let mut run: Vec<Waiting> = Vec::new();
+        let mut bytes = 0;
+        let mut ready = None;
+        while let Some(first) = self.queues.get(&queue).and_then(VecDeque::front) {
+            let kind = std::mem::discriminant(&first.work);
+            let same = run.last().is_none_or(|last| std::mem::discriminant(&last.work) == kind);
+            bytes += first.work.bytes();
+            if !same || run.len() == BATCH_MOVES_MAX || bytes > self.info.staging_bytes {
+                break;
+            }
+            let (event, taken) = (first.after_event, first.taken);
+            let state = match event {
+                Some(event) if ready != Some(event) => self.is_ready(queue, event, taken),
+                _ => Ok(true),
+            };
+            match state {
+                Ok(true) => ready = event.or(ready),
+                Ok(false) => break,
+                Err(error) => {
+                    bytes -= self.fail_first(queue, error);
+                    continue;
+                }
+            }
+            run.extend(self.pop(queue));
+        }
+        if run.is_empty() && self.queues.get(&queue).is_some_and(VecDeque::is_empty) {
+            self.forget_queue(queue);
+        }
+        run
+    }
+
+    /// Whether the engine's work in front of a job is done.
+    fn is_ready(&mut self, queue: QueueId, event: u32, taken: Instant) -> Result<bool, GpuError> {
+        let state = queue.and_then(|region| self.regions.get(&region));
+        let Some(RegionState::Open { gpu: region, .. }) = state else {
+            return Err(GpuError::Closed);
+        };
+        let region = *region;
+        match self.call(|gpu| gpu.is_ready(region, event))? {
+            Ok(false) if taken.elapsed() > self.options.event_timeout => Err(GpuError::Event),
+            Err(error) if error.is_lost() => {
+                self.lose(error.clone());
+                Err(error)
+            }
+            result => result,
+        }
+    }
+
+    fn pop(&mut self, queue: QueueId) -> Option<Waiting> {
+        self.queues.get_mut(&queue)?.pop_front()
+    }
+
+    /// Fails the first job of a queue, and says how many bytes it had.
+    fn fail_first(&mut self, queue: QueueId, error: GpuError) -> u64 {
+        let Some(waiting) = self.pop(queue) else { return 0 };
+        let bytes = waiting.work.bytes();
+        self.refuse(waiting, error);
+        bytes
+    }
+
+    fn forget_queue(&mut self, queue: QueueId) {
+        self.queues.remove(&queue);
+        if let Some(region) = queue {
+            self.finish_close(region);
+        }
+    }
+
+    fn start_batch(&mut self, queue: QueueId, run: Vec<Waiting>) {
+        let ops: Vec<Op> = run.iter().map(|waiting| waiting.op).collect();
+        let gpu_region = match queue.and_then(|region| self.regions.get_mut(&region)) {
+            Some(RegionState::Open { gpu, batches, .. }) => {
+                *batches += 1;
+                *gpu
+            }
+            // Of no meaning for demotions.
+            _ => GpuRegion(0),
+        };
+        if self.queues.get(&queue).is_some_and(VecDeque::is_empty) {
+            self.queues.remove(&queue);
+        }
+        let batch = batch_of(gpu_region, run);
+        match self.call(|gpu| gpu.start(batch)) {
+            Ok(Ok(id)) => {
+                self.under_way.insert(id, UnderWay { ops, queue, since: Instant::now() });
+            }
+            Ok(Err((error, batch))) => {
+                drop(batch);
+                self.end_batch(ops, queue, vec![Err(error)]);
+            }
+            Err(error) => self.end_batch(ops, queue, vec![Err(error)]),
+        }
+    }
+
+    /// Answers a batch's jobs. One result may stand for all; a missing one is a failure.
+    fn end_batch(&mut self, ops: Vec<Op>, queue: QueueId, results: Vec<Result<Sum128, GpuError>>) {
+        let lost = results
+            .iter()
+            .find_map(|result| result.as_ref().err().filter(|error| error.is_lost()).cloned());
+        let all = match &*results {
+            [Err(error)] => error.clone(),
+            _ => GpuError::Failed("the batch ended without a result for the job".to_owned()),
+        };
+        let mut results = results.into_iter();
+        for op in ops {
+            let result = results.next().unwrap_or_else(|| Err(all.clone()));
+            self.answer(op.done(result));
+        }
+        if let Some(region) = queue {
+            if let Some(RegionState::Open { batches, .. }) = self.regions.get_mut(&region) {
+                *batches = batches.saturating_sub(1);
+            }
+            self.finish_close(region);
+        }
+        if let Some(error) = lost {
+            self.lose(error);
+        }
+    }
+
+    fn settle_batches(&mut self) -> bool {
+        if self.under_way.is_empty() {
+            return false;
+        }
+        let mut done = Vec::new();
+        drop(self.call(|gpu| gpu.finished(&mut done)));
+        let any = !done.is_empty();
+        for BatchDone { id, batch, results } in done {
+            // The slots are free before anybody hears of it.
+            drop(batch);
+            if let Some(UnderWay { ops, queue, .. }) = self.under_way.remove(&id) {
+                self.end_batch(ops, queue, results);
+            }
+        }
+        any
+    }
+
+    fn check_batch_time(&mut self) {
+        let timeout = self.options.batch_timeout;
+        if self.under_way.values().any(|batch| batch.since.elapsed() > timeout) {
+            let why = format!("a batch did not end within {} ms", timeout.as_millis());
+            self.lose(GpuError::Lost(why));
+        }
+    }
+
+    /// What [`super::DeviceWorker::health`] reads.
+    fn publish(&self) {
+        let mut state = self.shared.state();
+        state.health.regions = self.regions.len();
+        state.health.batches = self.under_way.len();
+        state.health.batch_since = self.under_way.values().map(|batch| batch.since).min();
+    }
+
+    /// Gives the GPU up, once: everything of it is leaked, because touching it could hang, and
+    /// because the GPU may still write to the host slots of what is under way.
+    fn lose(&mut self, error: GpuError) {
+        if self.lost.is_some() || matches!(error, GpuError::Ended) {
+            return;
+        }
+        tracing::error!(gpu = %self.info.uuid, %error, "the device tier is off");
+        self.lost = Some(error.clone());
+        std::mem::forget(self.gpu.take());
+        self.shared.state().health.lost = Some(error.to_string());
+        self.tell(DeviceDone::Lost { error: error.clone() });
+        for (_, batch) in std::mem::take(&mut self.under_way) {
+            for op in batch.ops {
+                self.answer(op.done(Err(error.clone())));
+            }
+        }
+        self.fail_waiting(&error);
+        let regions = std::mem::take(&mut self.regions);
+        for (region, state) in regions {
+            match state {
+                RegionState::Open { closing: false, .. } => {}
+                RegionState::Open { closing: true, .. } => {
+                    self.answer(DeviceDone::Closed { region });
+                }
+                reaping @ RegionState::Reaping { .. } => {
+                    self.regions.insert(region, reaping);
+                }
+            }
+        }
+    }
+
+    fn fail_waiting(&mut self, error: &GpuError) {
+        for waiting in std::mem::take(&mut self.queues).into_values().flatten() {
+            self.refuse(waiting, error.clone());
+        }
+    }
+
+    fn begin_stop(&mut self) {
+        self.stopping = true;
+        let error = self.lost.clone().unwrap_or(GpuError::Ended);
+        self.fail_waiting(&error);
+        let regions: Vec<RegionId> = self.regions.keys().copied().collect();
+        for region in regions {
+            self.finish_close(region);
+        }
+    }
+
+    /// The end of an orderly stop: nothing is under way any more.
+    fn finish(&mut self) {
+        let open: Vec<(RegionId, GpuRegion, bool)> = self
+            .regions
+            .iter()
+            .filter_map(|(region, state)| match state {
+                RegionState::Open { gpu, closing, .. } => Some((*region, *gpu, *closing)),
+                RegionState::Reaping { .. } => None,
+            })
+            .collect();
+        for (region, gpu, answer) in open {
+            self.reap(region, gpu, answer);
+        }
+        self.reaper.end();
+        let until = self.shared.state().stop_by.unwrap_or_else(Instant::now);
+        let reaped = loop {
+            match self.reaper.closed.recv_deadline(until) {
+                Ok(region) => self.settle_close(region),
+                Err(RecvTimeoutError::Disconnected) => break true,
+                Err(RecvTimeoutError::Timeout) => break false,
+            }
+        };
+        if reaped {
+            drop(catch_unwind(AssertUnwindSafe(|| drop(self.gpu.take()))));
+        } else {
+            // Freeing the pool would most likely hang as well.
+            std::mem::forget(self.gpu.take());
+        }
+        self.publish();
+        self.shared.state().stopped = reaped;
+    }
+}
+
+fn batch_of(region: GpuRegion, run: Vec<Waiting>) -> Batch {
+    let (mut gathers, mut scatters, mut demotes) = (Vec::new(), Vec::new(), Vec::new());
+    for waiting in run {
+        match waiting.work {
+            Work::Gather(one) => gathers.push(one),
+            Work::Scatter(one) => scatters.push(one),
+            Work::Demote(one) => demotes.push(one),
+        }
+    }
+    // A run is of one kind.
+    if !gathers.is_empty() {
+        Batch::Gather { region, moves: gathers }
+    } else if !scatters.is_empty() {
+        Batch::Scatter { region, moves: scatters }
+    } else {
+        Batch::Demote { moves: demotes }
+    }
+}
