@@ -18,4 +18,6 @@
 pub mod abi;
 #[cfg(feature = "cpu")]
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod driver;
 pub mod twin;
