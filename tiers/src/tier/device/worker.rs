@@ -447,12 +447,14 @@ impl Worker {
     /// Whether the engine's work in front of a job is done.
     fn is_ready(&mut self, queue: QueueId, event: u32, taken: Instant) -> Result<bool, GpuError> {
         let state = queue.and_then(|region| self.regions.get(&region));
-        let Some(RegionState::Open { gpu: region, .. }) = state else {
+        let Some(RegionState::Open { gpu: region, closing, .. }) = state else {
             return Err(GpuError::Closed);
         };
-        let region = *region;
+        let (region, closing) = (*region, *closing);
+        let late = taken.elapsed() > self.options.event_timeout;
         match self.call(|gpu| gpu.is_ready(region, event))? {
-            Ok(false) if taken.elapsed() > self.options.event_timeout => Err(GpuError::Event),
+            // A client that is gone is not waited for.
+            Ok(false) if late || closing => Err(GpuError::Event),
             Err(error) if error.is_lost() => {
                 self.lose(error.clone());
                 Err(error)
