@@ -70,7 +70,7 @@ fn a_thread_without_a_context_is_refused_and_every_other_call_brings_its_own() {
     assert_eq!(error.code, 201);
     // A buffer may be used and dropped on a thread that never bound anything.
     std::thread::spawn(move || {
-        let stream = Stream::new(buffer_context(&context)).unwrap();
+        let stream = Stream::new(&context).unwrap();
         upload(&stream, buffer.address(), &[7; 4096]).unwrap();
         drop(buffer);
         assert!(address_range(address).is_err());
@@ -78,10 +78,6 @@ fn a_thread_without_a_context_is_refused_and_every_other_call_brings_its_own() {
     .join()
     .unwrap();
     assert_eq!(failed_drops(), 0);
-}
-
-fn buffer_context(context: &Context) -> &Context {
-    context
 }
 
 #[test]
@@ -178,12 +174,10 @@ fn registered_memory_is_known_by_its_chunks() {
     // SAFETY: the memory is mapped; registering some of it again is refused.
     let again = unsafe { HostRegistration::register(&context, at.wrapping_add(36_000), 100) };
     assert_eq!(again.unwrap_err().code, 712);
-    let memory = vec![0_u8; 64];
     // SAFETY: nothing is mapped there, and the call is refused.
     let unmapped =
         unsafe { HostRegistration::register(&context, std::ptr::without_provenance_mut(4096), 1) };
     assert_eq!(unmapped.unwrap_err().code, 1);
-    drop(memory);
     drop(pinned);
     assert_eq!(failed_drops(), 0, "each chunk was unregistered at its own address");
     // SAFETY: `Pinned` leaks its memory, so it is still mapped.
@@ -231,7 +225,7 @@ fn batches_are_cut_and_need_a_stream_and_pinned_memory() {
     // SAFETY: 0 is the default stream of every context; what is refused queues nothing.
     let refused = unsafe { Stream::borrow_raw(&context, 0).copy_batch(&copies[..1]) };
     assert_eq!(refused.unwrap_err().code, 1, "the default stream");
-    let pageable = vec![0_u8; 8];
+    let pageable = [0_u8; 8];
     let src = pageable.as_ptr().expose_provenance() as u64;
     // SAFETY: what is refused queues nothing.
     let refused = unsafe { stream.copy_batch(&[Copy { dst: to.address(), src, bytes: 8 }]) };
