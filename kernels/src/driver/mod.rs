@@ -7,7 +7,7 @@
 //! **Calls do not go through `cudarc`.** Its bindings return a Rust enum, so that an error code
 //! which a newer driver has and the bindings lack is undefined behaviour; a symbol which an older
 //! driver lacks is a panic there; and its search tries `libcuda.so` (which a toolkit ships as a
-//! stub) before `libcuda.so.1` (which only a driver installs). The module `library` therefore opens the
+//! stub) before `libcuda.so.1` (which only a driver installs). The module `library` opens the
 //! library itself and looks every call up once, as a pointer to a function that returns a `u32`.
 //! From `cudarc` come the types of the arguments, which are generated from NVIDIA's header and so
 //! cannot drift from it.
