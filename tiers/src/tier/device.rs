@@ -10,8 +10,9 @@
 //!    the owner's calls here still return at once.
 //! 2. A region's mapping is closed after the last batch that uses it has ended, and no job of it
 //!    starts once [`DeviceJob::Close`] was taken.
-//! 3. A host slot's guard is let go of only after the batch that uses it has ended. When that is
-//!    never seen (a lost GPU), the guard is leaked: the slot is not used again until a restart.
+//! 3. A host slot's guard is let go of only after the batch that uses it has ended, or after the
+//!    driver has said that the whole context is dead. When neither is ever seen (a batch that does
+//!    not end, a panic), the guard is leaked: the slot cannot be borrowed again until a restart.
 //! 4. Jobs taken and not yet answered, batches under way, and regions are bounded by
 //!    [`DeviceOptions`].
 //! 5. Regions take turns, so that a client with much to do does not hold up the others.
@@ -22,6 +23,8 @@
 //!     \-> refused, forgotten
 //! ```
 
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod gpu;
 mod memory;
 mod reaper;
@@ -30,6 +33,7 @@ mod worker;
 use std::collections::VecDeque;
 use std::fmt;
 use std::io;
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -64,7 +68,8 @@ pub struct DeviceOptions {
     pub event_timeout: Duration,
     /// How long a batch may take before the GPU is taken for lost. Default: 30 s.
     pub batch_timeout: Duration,
-    /// How long the start waits for the GPU to be opened. Default: 60 s.
+    /// How long the start waits for the GPU to be opened; registering host memory takes about 0.1 s
+    /// per GiB. Default: 180 s.
     pub open_timeout: Duration,
     /// How long dropping the worker waits for its threads. Default: 5 s.
     pub stop_timeout: Duration,
@@ -78,7 +83,7 @@ impl Default for DeviceOptions {
             regions_max: 1024,
             event_timeout: Duration::from_secs(5),
             batch_timeout: Duration::from_secs(30),
-            open_timeout: Duration::from_secs(60),
+            open_timeout: Duration::from_secs(180),
             stop_timeout: Duration::from_secs(5),
         }
     }
@@ -260,6 +265,36 @@ struct State {
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Why there is no device tier, in one line that says what to do about it.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeviceOff {
+    /// Built without the feature `cuda`.
+    #[error("this build has no CUDA support; build with the feature `cuda`")]
+    NotBuilt,
+    /// No driver, one that is too old, a stub, or no GPU.
+    #[error("{0}")]
+    Unavailable(String),
+    /// The driver is there and fails.
+    #[error("the CUDA driver does not say what GPUs there are: {0}")]
+    Driver(String),
+}
+
+/// The GPUs that this process can use; pools and staging memory are 0 bytes. `library` is the
+/// driver's library where it is not to be searched for. Starts the driver, so it may take seconds.
+///
+/// # Errors
+/// Why there is none.
+pub fn probe(library: Option<&Path>) -> Result<Vec<GpuInfo>, DeviceOff> {
+    #[cfg(feature = "cuda")]
+    return cuda::probe(library);
+    #[cfg(not(feature = "cuda"))]
+    {
+        let _ = library;
+        Err(DeviceOff::NotBuilt)
     }
 }
 

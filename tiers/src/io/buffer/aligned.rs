@@ -46,14 +46,14 @@ impl AlignedBuf {
             .expect("a length that was rounded up to pages without overflow")
     }
 
-    /// The address of the first byte, for the ring.
-    #[cfg(feature = "uring")]
+    /// The address of the first byte, for the ring and the GPU.
+    #[cfg(any(feature = "uring", feature = "cuda"))]
     pub(crate) fn start(&self) -> *mut u8 {
         self.start.as_ptr()
     }
 
     /// Bytes of the memory, without looking at it.
-    #[cfg(feature = "uring")]
+    #[cfg(any(feature = "uring", feature = "cuda"))]
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes as u64
     }

@@ -325,8 +325,8 @@ impl Arena {
         Ok(())
     }
 
-    /// The memory as the ring sees it: its first byte.
-    #[cfg(feature = "uring")]
+    /// The memory as the ring and the GPU see it: its first byte.
+    #[cfg(any(feature = "uring", feature = "cuda"))]
     pub(crate) fn base(&self) -> *mut u8 {
         self.touch.mapping.base()
     }

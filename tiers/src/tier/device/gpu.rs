@@ -242,6 +242,7 @@ pub struct DemoteMove {
 }
 
 /// Moves of one kind, at most [`BATCH_MOVES_MAX`] and at most [`GpuInfo::staging_bytes`] in all.
+/// Moves of a batch run at the same time: no place of the region is written by two of them.
 #[derive(Debug)]
 pub enum Batch {
     /// Out of a region.
@@ -317,6 +318,11 @@ impl Batch {
             }
             Batch::Scatter { moves, .. } => {
                 let shape = shape.ok_or(GpuError::Closed)?;
+                let mut places: Vec<u32> = moves.iter().map(|one| one.place).collect();
+                places.sort_unstable();
+                if places.windows(2).any(|pair| matches!(pair, [one, next] if one == next)) {
+                    return Err(GpuError::Failed("a batch names a place twice".to_owned()));
+                }
                 moves.iter().try_for_each(|one| one.check(shape, info))
             }
             Batch::Demote { moves } => moves.iter().try_for_each(|one| one.check(info)),

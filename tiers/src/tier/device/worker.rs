@@ -68,6 +68,14 @@ impl Work {
         })
     }
 
+    /// Whether both write the same place of a region, so that they must not be in one batch.
+    fn excludes(&self, other: &Work) -> bool {
+        match (self, other) {
+            (Work::Scatter(one), Work::Scatter(other)) => one.place == other.place,
+            _ => false,
+        }
+    }
+
     fn check(&self, shape: Option<&RegionShape>, info: &GpuInfo) -> Result<(), GpuError> {
         match self {
             Work::Gather(one) => one.check(shape.ok_or(GpuError::Closed)?, info),
@@ -420,7 +428,8 @@ impl Worker {
             let kind = std::mem::discriminant(&first.work);
             let same = run.last().is_none_or(|last| std::mem::discriminant(&last.work) == kind);
             bytes += first.work.bytes();
-            if !same || run.len() == BATCH_MOVES_MAX || bytes > self.info.staging_bytes {
+            let full = run.len() == BATCH_MOVES_MAX || bytes > self.info.staging_bytes;
+            if !same || full || run.iter().any(|before| before.work.excludes(&first.work)) {
                 break;
             }
             let (event, taken) = (first.after_event, first.taken);
@@ -447,12 +456,14 @@ impl Worker {
     /// Whether the engine's work in front of a job is done.
     fn is_ready(&mut self, queue: QueueId, event: u32, taken: Instant) -> Result<bool, GpuError> {
         let state = queue.and_then(|region| self.regions.get(&region));
-        let Some(RegionState::Open { gpu: region, .. }) = state else {
+        let Some(RegionState::Open { gpu: region, closing, .. }) = state else {
             return Err(GpuError::Closed);
         };
-        let region = *region;
+        let (region, closing) = (*region, *closing);
+        let late = taken.elapsed() > self.options.event_timeout;
         match self.call(|gpu| gpu.is_ready(region, event))? {
-            Ok(false) if taken.elapsed() > self.options.event_timeout => Err(GpuError::Event),
+            // A client that is gone is not waited for.
+            Ok(false) if late || closing => Err(GpuError::Event),
             Err(error) if error.is_lost() => {
                 self.lose(error.clone());
                 Err(error)
@@ -538,9 +549,12 @@ impl Worker {
         let mut done = Vec::new();
         drop(self.call(|gpu| gpu.finished(&mut done)));
         let any = !done.is_empty();
-        for BatchDone { id, batch, results } in done {
-            // The slots are free before anybody hears of it.
+        // The slots are free before anybody hears of it; one loss answers for all batches.
+        let ended = done.into_iter().map(|BatchDone { id, batch, results }| {
             drop(batch);
+            (id, results)
+        });
+        for (id, results) in ended.collect::<Vec<_>>() {
             if let Some(UnderWay { ops, queue, .. }) = self.under_way.remove(&id) {
                 self.end_batch(ops, queue, results);
             }

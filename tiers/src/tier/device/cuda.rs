@@ -1,0 +1,458 @@
+//! The real GPU, by the CUDA driver.
+//!
+//! A GPU has a pool (one allocation), and lanes: each has a stream, staging memory, tables and
+//! scratch of its own, and carries one batch at a time. No lane ever waits for another one or for a
+//! client; so what a lane has queued ends.
+//!
+//! Invariants:
+//! 1. A lane owns its batch, and with it the guards of the host slots, before anything of it is
+//!    queued, and until its event was reached or its stream was seen to be done.
+//! 2. A region's mapping is given up only after its last batch has ended, by the worker's order.
+//! 3. Everything that a kernel is given lies in the pool, in the lane's own memory, or in a region
+//!    whose layout was checked against the size of its mapping; `start` checks each move again.
+//! 4. Memory is freed by the last owner of it: pool and lanes by [`CudaGpu`], mappings by the
+//!    closing that the reaper runs, the arena's registration by the last GPU that uses the arena.
+
+#![expect(unsafe_code, reason = "one of the homes of unsafe code: what the GPU is told to touch")]
+
+mod engine;
+mod lane;
+mod plan;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use kvtide_kernels::abi::{self, PlaneEntry};
+use kvtide_kernels::driver::{
+    Context, CudaError, DeviceBuffer, DeviceInfo, Driver, Event, HostRegistration, ImportedIpc,
+    ImportedVmm, REGISTRATION_BYTES_MAX, Stream, Unavailable, address_range, use_library,
+};
+use kvtide_kernels::launch::{Kernels, Pool};
+
+pub use engine::{EngineMemory, EngineMemoryKind};
+use lane::Lane;
+
+use super::DeviceOff;
+use super::gpu::{
+    Batch, BatchDone, BatchId, Closing, Gpu, GpuError, GpuInfo, GpuRegion, OpenMemory, OpenRegion,
+    RegionShape,
+};
+use crate::block::{GpuUuid, RegionLayout, page_ceil};
+use crate::io::Arena;
+
+/// The largest staging memory of a lane that is taken without being asked for.
+const STAGING_BYTES_MAX: u64 = 64 << 20;
+
+/// Failed imports whose mappings are being closed at most; more are leaked.
+const DISCARDS_MAX: usize = 16;
+
+/// Which GPU.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum GpuChoice {
+    /// By its name.
+    Uuid(GpuUuid),
+    /// By its number in this process.
+    Ordinal(i32),
+}
+
+/// How a GPU is used.
+#[derive(Clone, Debug)]
+pub struct CudaGpuOptions {
+    /// Bytes of staging memory of each lane, and so the largest block. Default: 64 MiB, or a
+    /// quarter of a pool that is smaller than 256 MiB.
+    pub staging_bytes: Option<u64>,
+    /// Lanes: batches under way at a time. Default: 4. Minimum: 1.
+    pub lanes: usize,
+    /// Whether many copies are queued by one call of the batch-copy API (CUDA 13). Off by default:
+    /// some drivers were seen to crash in it.
+    pub batch_copies: bool,
+}
+
+impl Default for CudaGpuOptions {
+    fn default() -> CudaGpuOptions {
+        CudaGpuOptions { staging_bytes: None, lanes: 4, batch_copies: false }
+    }
+}
+
+/// What the driver says, in the tier's words.
+fn error_of(error: CudaError) -> GpuError {
+    if error.is_sticky() {
+        GpuError::Lost(error.to_string())
+    } else if error.is_out_of_memory() {
+        GpuError::OutOfMemory
+    } else {
+        GpuError::Failed(error.to_string())
+    }
+}
+
+/// The GPUs that this process can use. `library` is the driver's library, where it is not to be
+/// searched for.
+///
+/// # Errors
+/// The one line that says why there is none.
+pub(super) fn probe(library: Option<&Path>) -> Result<Vec<GpuInfo>, DeviceOff> {
+    let driver = driver(library)?;
+    let devices = driver.devices().map_err(|error| DeviceOff::Driver(error.to_string()))?;
+    if devices.is_empty() {
+        return Err(DeviceOff::Unavailable(Unavailable::NoDevice.to_string()));
+    }
+    Ok(devices.iter().map(|device| info_of(&driver, device)).collect())
+}
+
+fn driver(library: Option<&Path>) -> Result<Driver, DeviceOff> {
+    let off = |why: Unavailable| DeviceOff::Unavailable(why.to_string());
+    if let Some(library) = library {
+        use_library(library).map_err(off)?;
+    }
+    Driver::open().map_err(off)
+}
+
+fn info_of(driver: &Driver, device: &DeviceInfo) -> GpuInfo {
+    GpuInfo {
+        uuid: GpuUuid(device.uuid),
+        name: device.name.clone(),
+        memory_bytes: device.memory_bytes,
+        driver: driver.version(),
+        pool_bytes: 0,
+        staging_bytes: 0,
+        batches_max: 0,
+    }
+}
+
+/// Takes the driver's library from an absolute path instead of searching for it. Before the first
+/// other use of a GPU in this process.
+///
+/// # Errors
+/// When it cannot be opened, or another one is in use.
+pub fn use_driver_library(path: &Path) -> Result<(), DeviceOff> {
+    use_library(path).map_err(|why| DeviceOff::Unavailable(why.to_string()))
+}
+
+/// A mapping of an engine's memory, kept only to be dropped.
+type Mapping = Box<dyn Send>;
+
+/// An open region. Dropping it can hang in the driver.
+struct OpenedRegion {
+    shape: RegionShape,
+    pool: Pool,
+    events: Vec<Event>,
+    _planes: DeviceBuffer,
+    _mapping: Mapping,
+}
+
+/// The arena, registered with the driver for all GPUs of the process.
+struct Registered {
+    // Dropped before the memory.
+    _registration: HostRegistration,
+    _arena: Arc<Arena>,
+    base: u64,
+}
+
+/// Registrations of this process. The driver refuses to register memory twice.
+static REGISTERED: Mutex<Vec<Weak<Registered>>> = Mutex::new(Vec::new());
+
+impl Registered {
+    fn of(context: &Context, arena: &Arc<Arena>) -> Result<Arc<Registered>, CudaError> {
+        let mut all = REGISTERED.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|one| one.strong_count() > 0);
+        let base = arena.base();
+        let address = base.expose_provenance() as u64;
+        let known = all.iter().filter_map(Weak::upgrade).find(|one| one.base == address);
+        if let Some(known) = known {
+            return Ok(known);
+        }
+        // No slot may lie in two chunks, because one copy may not.
+        let slab = u64::from(arena.slab_bytes());
+        let chunk = (REGISTRATION_BYTES_MAX / slab).max(1) * slab;
+        // SAFETY: the arena's mapping is readable, writable and lives as long as the arena, of
+        // which `_arena` below holds a share for longer than the registration.
+        let registration =
+            unsafe { HostRegistration::register_in_chunks(context, base, arena.bytes(), chunk)? };
+        let registered = Arc::new(Registered {
+            _registration: registration,
+            _arena: Arc::clone(arena),
+            base: address,
+        });
+        all.push(Arc::downgrade(&registered));
+        Ok(registered)
+    }
+}
+
+/// A GPU with a pool.
+pub struct CudaGpu {
+    info: GpuInfo,
+    // Lanes end what they have under way before anything else is freed.
+    lanes: Vec<Lane>,
+    regions: BTreeMap<GpuRegion, OpenedRegion>,
+    kernels: Kernels,
+    control: Stream,
+    pool: DeviceBuffer,
+    host: Arc<Registered>,
+    slab_bytes: u64,
+    context: Context,
+    batch_copies: bool,
+    next: u64,
+    lost: Option<GpuError>,
+    discards: Arc<AtomicUsize>,
+}
+
+impl CudaGpu {
+    /// Opens a GPU: makes its context, takes `pool_bytes` (rounded up to pages) and the lanes'
+    /// memory, loads the kernels, and registers the arena, which takes about 0.1 s per GiB.
+    ///
+    /// To be called on the thread that will own the GPU.
+    ///
+    /// # Errors
+    /// [`GpuError::OutOfMemory`] when pool or lanes do not fit; [`GpuError::Failed`] with one line
+    /// when there is no such GPU, no driver, or one that is too old.
+    pub fn open(
+        choice: GpuChoice,
+        pool_bytes: u64,
+        arena: &Arc<Arena>,
+        options: &CudaGpuOptions,
+    ) -> Result<CudaGpu, GpuError> {
+        let driver = driver(None).map_err(|off| GpuError::Failed(off.to_string()))?;
+        let devices = driver.devices().map_err(error_of)?;
+        let chosen = devices.iter().find(|device| match choice {
+            GpuChoice::Uuid(uuid) => device.uuid == uuid.0,
+            GpuChoice::Ordinal(ordinal) => device.ordinal == ordinal,
+        });
+        let Some(device) = chosen else {
+            let why = match choice {
+                GpuChoice::Uuid(uuid) => format!("this machine has no {uuid}; see nvidia-smi -L"),
+                GpuChoice::Ordinal(ordinal) => format!("this machine has no GPU {ordinal}"),
+            };
+            return Err(GpuError::Failed(why));
+        };
+        let context = Context::new(&driver, device.ordinal).map_err(error_of)?;
+        context.bind().map_err(error_of)?;
+        let kernels = Kernels::load(&context).map_err(error_of)?;
+        let pool_bytes = page_ceil(pool_bytes.max(1));
+        let staging_bytes =
+            options.staging_bytes.unwrap_or((pool_bytes / 4).min(STAGING_BYTES_MAX));
+        let staging_bytes = page_ceil(staging_bytes.max(1));
+        let pool = DeviceBuffer::alloc(&context, pool_bytes).map_err(error_of)?;
+        let lanes = (0..options.lanes.max(1))
+            .map(|_| Lane::new(&context, staging_bytes))
+            .collect::<Result<Vec<Lane>, CudaError>>()
+            .map_err(error_of)?;
+        let host = Registered::of(&context, arena).map_err(error_of)?;
+        let control = Stream::new(&context).map_err(error_of)?;
+        let mut info = info_of(&driver, device);
+        (info.pool_bytes, info.staging_bytes) = (pool_bytes, staging_bytes);
+        info.batches_max = lanes.len();
+        Ok(CudaGpu {
+            info,
+            lanes,
+            regions: BTreeMap::new(),
+            kernels,
+            control,
+            pool,
+            host,
+            slab_bytes: u64::from(arena.slab_bytes()),
+            context,
+            batch_copies: options.batch_copies,
+            next: 0,
+            lost: None,
+            discards: Arc::default(),
+        })
+    }
+
+    fn next(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    fn check_lost(&self) -> Result<(), GpuError> {
+        self.lost.clone().map_or(Ok(()), Err)
+    }
+
+    fn check(&self, batch: &Batch) -> Result<(), GpuError> {
+        self.check_lost()?;
+        let opened = batch.region().and_then(|region| self.regions.get(&region));
+        batch.check(opened.map(|opened| &opened.shape), &self.info)
+    }
+
+    /// Puts a layout into device memory.
+    fn upload(&self, layout: &RegionLayout) -> Result<(DeviceBuffer, u32), CudaError> {
+        let mut planes: Vec<PlaneEntry> = layout
+            .planes
+            .iter()
+            .map(|plane| PlaneEntry {
+                offset: plane.offset,
+                block_stride: plane.block_stride,
+                row_stride: plane.row_stride,
+                row_bytes: plane.row_bytes,
+                rows: plane.rows,
+                ..PlaneEntry::default()
+            })
+            .collect();
+        // The layout was checked: a block fits the staging memory, which is less than 4 GiB.
+        abi::lay_out(&mut planes);
+        let bytes = abi::as_bytes(&planes);
+        let buffer = DeviceBuffer::alloc(&self.context, bytes.len() as u64)?;
+        // SAFETY: both ranges are `bytes.len()` long and live until the stream was seen to be done
+        // below; nobody else has their addresses.
+        let copied = unsafe {
+            self.control.copy_to_device(buffer.address(), bytes.as_ptr(), bytes.len() as u64)
+        };
+        self.control.synchronize()?;
+        copied?;
+        Ok((buffer, planes.len() as u32))
+    }
+
+    /// Maps a region's memory, and says where the region starts.
+    fn import(&self, memory: OpenMemory, bytes: u64) -> Result<(Mapping, u64), GpuError> {
+        match memory {
+            OpenMemory::Ipc { handle, offset } => {
+                let import = ImportedIpc::open(&self.context, handle.0).map_err(refusal_of)?;
+                let start = import.address();
+                match check_range(start, offset, bytes) {
+                    Ok(address) => Ok((Box::new(import), address)),
+                    Err(error) => {
+                        self.discard(Box::new(import));
+                        Err(error)
+                    }
+                }
+            }
+            OpenMemory::Vmm { fd, allocation_bytes, offset } => {
+                // The driver maps exactly the allocation; `OpenRegion::check` has compared the
+                // region with `allocation_bytes`.
+                let import = ImportedVmm::open(&self.context, fd, allocation_bytes);
+                let import = import.map_err(refusal_of)?;
+                let address = import.address() + offset;
+                Ok((Box::new(import), address))
+            }
+            OpenMemory::Shared(_) => {
+                let why = "host memory is not registered as a GPU region".to_owned();
+                Err(GpuError::Region(why))
+            }
+        }
+    }
+
+    /// Closes a mapping that turned out to be of no use, on a thread made for it.
+    fn discard(&self, mapping: Mapping) {
+        let discards = Arc::clone(&self.discards);
+        if discards.fetch_add(1, Ordering::Relaxed) >= DISCARDS_MAX {
+            discards.fetch_sub(1, Ordering::Relaxed);
+            tracing::error!(gpu = %self.info.uuid, "a refused GPU mapping is leaked");
+            return std::mem::forget(mapping);
+        }
+        let mapping = std::mem::ManuallyDrop::new(mapping);
+        let close = move || {
+            drop(std::mem::ManuallyDrop::into_inner(mapping));
+            discards.fetch_sub(1, Ordering::Relaxed);
+        };
+        let thread = std::thread::Builder::new().name("kvtide-gpu-drop".into()).spawn(close);
+        if let Err(error) = thread {
+            tracing::error!(%error, "no thread can be started; a refused GPU mapping is leaked");
+        }
+    }
+
+    fn lose(&mut self, error: &GpuError) {
+        if error.is_lost() {
+            self.lost.get_or_insert_with(|| error.clone());
+        }
+    }
+}
+
+/// What the driver says of memory that a client named: its fault, unless the GPU is at fault.
+fn refusal_of(error: CudaError) -> GpuError {
+    match error_of(error) {
+        GpuError::Failed(why) => GpuError::Region(format!(
+            "{why}; the handle must be of a live allocation of another process on this GPU"
+        )),
+        other => other,
+    }
+}
+
+/// Checks a region against the allocation that the driver has at `start`.
+fn check_range(start: u64, offset: u64, bytes: u64) -> Result<u64, GpuError> {
+    let (base, have) = address_range(start).map_err(error_of)?;
+    let end = offset.checked_add(bytes).and_then(|end| end.checked_add(start - base.min(start)));
+    if base > start || end.is_none_or(|end| end > have) {
+        let why = format!("it has {bytes} bytes at {offset} of an allocation of {have}");
+        return Err(GpuError::Region(why));
+    }
+    Ok(start + offset)
+}
+
+impl Gpu for CudaGpu {
+    fn info(&self) -> &GpuInfo {
+        &self.info
+    }
+
+    fn open(&mut self, region: OpenRegion) -> Result<GpuRegion, GpuError> {
+        self.check_lost()?;
+        let shape = region.check(&self.info)?;
+        let opened = (|| {
+            let (planes, plane_count) = self.upload(&region.layout).map_err(error_of)?;
+            let events = region.events.iter().map(|handle| Event::open(&self.context, handle.0));
+            let events = events.collect::<Result<Vec<Event>, CudaError>>().map_err(refusal_of)?;
+            // Last, because closing it again can hang.
+            let (mapping, address) = self.import(region.memory, region.bytes)?;
+            let pool = Pool {
+                region: address,
+                planes: planes.address(),
+                plane_count,
+                payload_bytes: shape.block_bytes,
+            };
+            Ok(OpenedRegion { shape, pool, events, _planes: planes, _mapping: mapping })
+        })();
+        let opened = opened.inspect_err(|error| self.lose(error))?;
+        let id = GpuRegion(self.next());
+        self.regions.insert(id, opened);
+        Ok(id)
+    }
+
+    fn close(&mut self, region: GpuRegion) -> Option<Closing> {
+        let opened = self.regions.remove(&region)?;
+        Some(Box::new(move || drop(opened)))
+    }
+
+    fn is_ready(&mut self, region: GpuRegion, event: u32) -> Result<bool, GpuError> {
+        self.check_lost()?;
+        let opened = self.regions.get(&region).ok_or(GpuError::Closed)?;
+        let event = opened.events.get(event as usize).ok_or(GpuError::Event)?;
+        let ready = event.is_done().map_err(error_of);
+        ready.inspect_err(|error| self.lose(error))
+    }
+
+    fn start(&mut self, batch: Batch) -> Result<BatchId, (GpuError, Batch)> {
+        if let Err(error) = self.check(&batch) {
+            return Err((error, batch));
+        }
+        let region = batch.region().and_then(|region| self.regions.get(&region));
+        let region = region.map(|opened| opened.pool);
+        let id = BatchId(self.next());
+        let Some(lane) = self.lanes.iter_mut().find(|lane| lane.is_free()) else {
+            return Err((GpuError::Failed("every lane has a batch under way".to_owned()), batch));
+        };
+        let places = plan::Places {
+            pool: self.pool.address(),
+            staging: lane.staging(),
+            host: self.host.base,
+            slab_bytes: self.slab_bytes,
+        };
+        match lane.start(id, batch, &places, region, &self.kernels, self.batch_copies) {
+            Ok(()) => Ok(id),
+            Err((error, batch)) => {
+                self.lose(&error);
+                Err((error, batch))
+            }
+        }
+    }
+
+    fn finished(&mut self, done: &mut Vec<BatchDone>) {
+        for lane in &mut self.lanes {
+            if let Some((ended, error)) = lane.finished() {
+                done.push(ended);
+                if let Some(error) = error.filter(GpuError::is_lost) {
+                    self.lost.get_or_insert(error);
+                }
+            }
+        }
+    }
+}
