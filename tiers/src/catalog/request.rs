@@ -115,6 +115,8 @@ pub enum Request {
         namespace: NamespaceId,
         /// The receiving region.
         region: RegionId,
+        /// The region's event that the copies wait for.
+        after_event: Option<u32>,
         /// The blocks.
         blocks: Vec<LoadBlock>,
     },
@@ -126,6 +128,8 @@ pub enum Request {
         conversation: u64,
         /// The giving region.
         region: RegionId,
+        /// The region's event that the copies wait for.
+        after_event: Option<u32>,
         /// The blocks.
         blocks: Vec<StoreBlock>,
     },
@@ -389,6 +393,8 @@ pub struct InspectRow {
     pub tokens: u32,
     /// Bytes of the block.
     pub raw_bytes: u32,
+    /// In the memory of this GPU, by its place in the node's list.
+    pub device: Option<u8>,
     /// In host RAM.
     pub host: bool,
     /// On nvme: segment, its sequence, and stored bytes.
@@ -454,6 +460,8 @@ pub struct CatalogStats {
     pub host: TierUse,
     /// Segments.
     pub nvme: TierUse,
+    /// GPUs.
+    pub device: Vec<TierUse>,
     /// Blocks known, in any tier.
     pub blocks: u64,
     /// Host copies that have no copy on nvme.

@@ -7,6 +7,7 @@
 //! way.
 
 mod conductor;
+mod device;
 mod node;
 mod pool;
 
@@ -21,6 +22,7 @@ use crate::io::fault::{FaultConfig, FaultCounts};
 use crate::io::{BlockDevice, PageKind, RingChoice, RingReport};
 use crate::segment::{RecoveryReport, StoreGeometry};
 
+pub use device::{DeviceConfig, DeviceReport, GpuChoice, GpuRegion, RegionMemory, RegisterError};
 pub use node::{Node, NodeHandle, Notify, StartError, StopReport};
 
 /// How a node is set up.
@@ -32,6 +34,8 @@ pub struct NodeConfig {
     pub nvme: Option<NvmeConfig>,
     /// Threads that copy and check host bytes. Default: half of the cores, at least 1, at most 8.
     pub copy_threads: usize,
+    /// GPUs to use.
+    pub devices: Vec<DeviceConfig>,
     /// What clients may hold.
     pub limits: Limits,
     /// Dirty blocks are written down while less than this part of host RAM is free or clean,
@@ -49,6 +53,7 @@ impl NodeConfig {
         NodeConfig {
             host: HostConfig { bytes: host_bytes, slab_bytes: None },
             nvme: None,
+            devices: Vec::new(),
             copy_threads: (cores / 2).clamp(1, 8),
             limits: Limits::default(),
             clean_percent: 25,
@@ -153,6 +158,10 @@ pub struct NodeReport {
     pub copy_threads: usize,
     /// The store, if there is one.
     pub nvme: Option<NvmeReport>,
+    /// The GPUs.
+    pub devices: Vec<DeviceReport>,
+    /// Why there are none.
+    pub devices_off: Option<String>,
 }
 
 /// What the nvme tier got and found.

@@ -535,6 +535,8 @@ impl NodeHandle {
             pages_why: arena.pages_why().to_owned(),
             touched_bytes: arena.touched_bytes(),
             copy_threads: self.0.copy_threads,
+            devices: Vec::new(),
+            devices_off: Some("no CUDA driver".to_owned()),
             nvme: self.0.nvme.as_ref().map(|facts| NvmeReport {
                 ring: facts.status.report(),
                 faults: facts.faults.as_ref().map(|faults| faults.counts()),

@@ -45,6 +45,7 @@ impl Catalog {
             position: block.position,
             tokens: block.tokens,
             raw_bytes: block.raw_bytes,
+            device: None,
             host: matches!(block.host, HostCopy::Resident { .. }),
             nvme,
             pins: block.pins,
@@ -126,6 +127,7 @@ impl Catalog {
         CatalogStats {
             host,
             nvme: nvme.unwrap_or(off),
+            device: Vec::new(),
             blocks: self.table.len() as u64,
             dirty_blocks: self.host.dirty.len() as u64,
             sessions: self.clients.sessions.len() as u64,

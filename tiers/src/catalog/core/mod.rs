@@ -169,10 +169,10 @@ impl Catalog {
         }
         let reply = match request {
             Request::Lookup { prefixes, lease_ms } => self.lookup(session, &prefixes, lease_ms),
-            Request::Load { lease, namespace, region, blocks } => {
+            Request::Load { lease, namespace, region, blocks, .. } => {
                 self.load(session, lease, namespace, region, &blocks)
             }
-            Request::Store { namespace, conversation, region, blocks } => {
+            Request::Store { namespace, conversation, region, blocks, .. } => {
                 self.store(session, namespace, conversation, region, &blocks)
             }
             Request::Touch { prefix } => self.touch_prefix(&prefix),
