@@ -195,7 +195,7 @@ impl Conductor {
                 self.event(Event::SessionClosed { session });
                 self.sessions.remove(&session);
                 self.bury(|_, owner| owner == session);
-                self.gpus.close(session, None);
+                self.gpus.close_all(session);
             }
             Signal::OpenRegion { session, region, memory } => {
                 if !self.sessions.contains_key(&session) {
@@ -221,16 +221,9 @@ impl Conductor {
             }
             Signal::GpuClosed { region } => self.gpus.closed(region),
             Signal::CloseRegion { session, region, closed } => {
-                let on_gpu = self.gpus.gpu_of(region).is_some();
-                if let Some(closed) = closed {
-                    match on_gpu {
-                        true => self.gpus.when_closed(region, closed),
-                        false => closed(),
-                    }
-                }
                 self.event(Event::RegionClosed { session, region });
                 self.bury(|id, owner| id == region && owner == session);
-                self.gpus.close(session, Some(region));
+                self.gpus.close(session, region, closed);
             }
             Signal::Stop => return false,
         }

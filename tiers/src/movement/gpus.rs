@@ -23,11 +23,20 @@ use crate::catalog::{
 use crate::io::Arena;
 use crate::tier::device::{
     DeviceDone, DeviceHealth, DeviceJob, DeviceOptions, DeviceWorker, GatherTo, Gpu, GpuError,
-    GpuInfo, OpenRegion, ScatterFrom,
+    GpuInfo, OpenRegion, ScatterFrom, probe,
 };
 
+/// Staging memory of a lane on a GPU, bytes: a quarter of the pool within these bounds.
+#[cfg(feature = "cuda")]
+const STAGING_BYTES_MIN: u64 = 16 << 20;
+#[cfg(feature = "cuda")]
+const STAGING_BYTES_MAX: u64 = 64 << 20;
+
+/// GPUs of one node at most; their numbers have 8 bits.
+const GPUS_MAX: usize = 64;
+
 /// One GPU to be used.
-#[derive(Clone, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub struct DeviceConfig {
     /// Which.
     pub gpu: GpuChoice,
@@ -39,12 +48,12 @@ pub struct DeviceConfig {
 }
 
 /// How a GPU is named in a configuration.
-#[derive(Clone, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub enum GpuChoice {
+    /// All that the driver shows.
+    All,
     /// By the name that is the same in every process.
     Uuid(GpuUuid),
-    /// By its number in this process.
-    Ordinal(u32),
     /// Made by the caller, for tests.
     #[doc(hidden)]
     Made(GpuMaker),
@@ -58,6 +67,14 @@ pub struct GpuMaker(pub Arc<MakeGpu>);
 /// See [`GpuMaker`].
 #[doc(hidden)]
 pub type MakeGpu = dyn Fn(u64, &Arc<Arena>) -> Result<Box<dyn Gpu>, GpuError> + Send + Sync;
+
+impl PartialEq for GpuMaker {
+    fn eq(&self, other: &GpuMaker) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for GpuMaker {}
 
 impl fmt::Debug for GpuMaker {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -211,7 +228,7 @@ fn describe(health: DeviceHealth) -> (bool, String) {
         words.push(format!("{count} mappings cannot be closed, the oldest for {closing} s"));
     }
     match words.is_empty() {
-        true => (false, "good".to_owned()),
+        true => (false, "ok".to_owned()),
         false => (true, words.join("; ")),
     }
 }
@@ -256,7 +273,8 @@ pub(super) struct Gpus {
     edges: Vec<Edge>,
     regions: HashMap<RegionId, OpenedRegion>,
     opening: HashMap<RegionId, Opening>,
-    closing: HashMap<RegionId, Vec<Closed>>,
+    /// Regions being closed: whose, and who waits for it (at most one per call of the session).
+    dying: HashMap<RegionId, (SessionId, Vec<Closed>)>,
     shared: Arc<Shared>,
 }
 
@@ -270,7 +288,7 @@ pub(super) fn start(
         edges: Vec::new(),
         regions: HashMap::new(),
         opening: HashMap::new(),
-        closing: HashMap::new(),
+        dying: HashMap::new(),
         shared: Arc::clone(shared),
     };
     let mut facts = Vec::new();
@@ -301,33 +319,51 @@ pub(super) fn start(
     (gpus, facts)
 }
 
+/// The GPUs that are meant, each by its own name; and why there is none, if that is so.
+pub(super) fn choose(devices: &[DeviceConfig]) -> (Vec<DeviceConfig>, Option<String>) {
+    let (mut chosen, mut off) = (Vec::new(), None);
+    for device in devices {
+        if matches!(device.gpu, GpuChoice::Made(_)) {
+            chosen.push(device.clone());
+            continue;
+        }
+        // Also where one GPU is named: this is what loads the driver.
+        match (probe(device.library.as_deref()), &device.gpu) {
+            (Err(why), _) => off = Some(why.to_string()),
+            (Ok(found), GpuChoice::All) => chosen.extend(
+                found
+                    .iter()
+                    .map(|info| DeviceConfig { gpu: GpuChoice::Uuid(info.uuid), ..device.clone() }),
+            ),
+            (Ok(_), _) => chosen.push(device.clone()),
+        }
+    }
+    chosen.truncate(GPUS_MAX);
+    (chosen, off)
+}
+
 fn open_gpu(device: &DeviceConfig, arena: &Arc<Arena>) -> Result<Box<dyn Gpu>, GpuError> {
     match &device.gpu {
         GpuChoice::Made(maker) => (maker.0)(device.pool_bytes, arena),
         #[cfg(feature = "cuda")]
-        GpuChoice::Uuid(uuid) => crate::tier::device::open_cuda(
-            crate::tier::device::CudaChoice::Uuid(*uuid),
-            device.pool_bytes,
-            arena,
-            device.library.as_deref(),
-        ),
-        #[cfg(feature = "cuda")]
-        GpuChoice::Ordinal(ordinal) => crate::tier::device::open_cuda(
-            crate::tier::device::CudaChoice::Ordinal(*ordinal),
-            device.pool_bytes,
-            arena,
-            device.library.as_deref(),
-        ),
-        #[cfg(not(feature = "cuda"))]
-        GpuChoice::Uuid(_) | GpuChoice::Ordinal(_) => {
-            Err(GpuError::Failed("this build has no CUDA".to_owned()))
+        GpuChoice::Uuid(uuid) => {
+            use crate::tier::device::cuda::{CudaGpu, CudaGpuOptions, GpuChoice as Which};
+            let staging_bytes = (device.pool_bytes / 4).clamp(STAGING_BYTES_MIN, STAGING_BYTES_MAX);
+            let options =
+                CudaGpuOptions { staging_bytes: Some(staging_bytes), ..CudaGpuOptions::default() };
+            let gpu = CudaGpu::open(Which::Uuid(*uuid), device.pool_bytes, arena, &options)?;
+            Ok(Box::new(gpu))
         }
+        _ => Err(GpuError::Failed("this build has no CUDA".to_owned())),
     }
 }
 
 impl Gpus {
     /// The workers, to be stopped.
     pub(super) fn into_workers(self) -> Vec<Arc<DeviceWorker>> {
+        for (_, opening) in self.opening {
+            (opening.answer)(Err(RegisterError::TierOff("the node is stopping".to_owned())));
+        }
         self.edges.into_iter().filter_map(|edge| edge.worker).collect()
     }
 
@@ -387,19 +423,40 @@ impl Gpus {
         }
     }
 
-    /// Regions of a session, or one of them, are not to be used any more. `closed` is called when
-    /// the memory is let go of, which can take as long as the driver likes.
-    pub(super) fn close(&mut self, session: SessionId, region: Option<RegionId>) {
-        let wanted = |id: &RegionId| region.is_none_or(|region| region == *id);
-        for (id, opening) in &mut self.opening {
-            opening.gone |= opening.session == session && wanted(id);
+    /// The regions of a session are not to be used any more.
+    pub(super) fn close_all(&mut self, session: SessionId) {
+        for opening in self.opening.values_mut() {
+            opening.gone |= opening.session == session;
         }
-        let found =
-            self.regions.iter().filter(|(id, found)| found.session == session && wanted(id));
-        let found: Vec<(RegionId, GpuId)> = found.map(|(id, found)| (*id, found.gpu)).collect();
-        for (id, gpu) in found {
-            self.regions.remove(&id);
-            self.close_on(gpu, id);
+        let own = self.regions.iter().filter(|(_, found)| found.session == session);
+        for id in own.map(|(id, _)| *id).collect::<Vec<_>>() {
+            self.close(session, id, None);
+        }
+    }
+
+    /// A region is not to be used any more. `closed` is called when its memory is let go of, which
+    /// can take as long as the driver likes; at once when the session has no such region.
+    pub(super) fn close(&mut self, session: SessionId, region: RegionId, closed: Option<Closed>) {
+        let opening = self.opening.get_mut(&region).filter(|opening| opening.session == session);
+        let open = self.regions.get(&region).filter(|found| found.session == session);
+        let open = open.map(|found| found.gpu);
+        let dying = self.dying.get(&region).is_some_and(|(owner, _)| *owner == session);
+        match (opening, open) {
+            (Some(opening), _) => {
+                opening.gone = true;
+                self.dying.insert(region, (session, closed.into_iter().collect()));
+            }
+            (None, Some(gpu)) => {
+                self.regions.remove(&region);
+                self.dying.insert(region, (session, closed.into_iter().collect()));
+                self.close_on(gpu, region);
+            }
+            (None, None) if dying => {
+                if let Some((_, waiting)) = self.dying.get_mut(&region) {
+                    waiting.extend(closed);
+                }
+            }
+            (None, None) => closed.into_iter().for_each(|closed| closed()),
         }
     }
 
@@ -409,14 +466,10 @@ impl Gpus {
         }
     }
 
-    /// Calls back once a region's memory is let go of; at once when it is already.
-    pub(super) fn when_closed(&mut self, region: RegionId, closed: Closed) {
-        self.closing.entry(region).or_default().push(closed);
-    }
-
     /// A region's memory was let go of.
     pub(super) fn closed(&mut self, region: RegionId) {
-        for closed in self.closing.remove(&region).unwrap_or_default() {
+        let waiting = self.dying.remove(&region).map(|(_, waiting)| waiting);
+        for closed in waiting.unwrap_or_default() {
             closed();
         }
     }

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::block::NamespaceId;
-use crate::catalog::Limits;
+use crate::catalog::{Limits, slab_bytes_for};
 use crate::io::fault::{FaultConfig, FaultCounts};
 use crate::io::{BlockDevice, PageKind, RingChoice, RingReport};
 use crate::segment::{RecoveryReport, StoreGeometry};
@@ -101,12 +101,6 @@ impl HostConfig {
     }
 }
 
-/// Bytes of a slab of an arena or pool: a 64th, 4 MiB to 64 MiB, whole huge pages.
-fn slab_bytes_for(bytes: u64) -> u32 {
-    let unit = 2 << 20;
-    (bytes / 64 / unit * unit).clamp(4 << 20, 64 << 20) as u32
-}
-
 /// The nvme tier.
 #[derive(Clone, Debug)]
 pub struct NvmeConfig {
@@ -186,6 +180,8 @@ pub struct NodeReport {
     pub nvme: Option<NvmeReport>,
     /// The GPUs that were to be used.
     pub devices: Vec<DeviceReport>,
+    /// Why there are none, although some were to be used.
+    pub devices_off: Option<String>,
 }
 
 /// What the nvme tier got and found.

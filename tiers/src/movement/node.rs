@@ -10,11 +10,9 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use crossbeam::channel::{Sender, bounded, unbounded};
 
 use super::conductor::{Alive, Ask, Conductor, Device, Reads, Signal};
-use super::gpus::{
-    self, Closed, DeviceConfig, DeviceFacts, GpuRegion, Gpus, RegionMemory, RegisterError,
-};
+use super::gpus::{self, Closed, DeviceFacts, GpuRegion, Gpus, RegionMemory, RegisterError};
 use super::pool::{Job, Pool, PoolSender, Shared};
-use super::{NodeConfig, NodeReport, NvmeConfig, NvmeReport, RetireNamespace, slab_bytes_for};
+use super::{NodeConfig, NodeReport, NvmeConfig, NvmeReport, RetireNamespace};
 use crate::block::{GpuOrder, NamespaceId};
 use crate::catalog::{
     Catalog, CatalogConfig, DeviceShape, Event, GpuId, Limit, Limits, Lru, NamespaceInfo,
@@ -111,6 +109,7 @@ struct Handle {
     copy_threads: usize,
     nvme: Option<NvmeFacts>,
     devices: Vec<DeviceFacts>,
+    devices_off: Option<String>,
     alive: Arc<AtomicBool>,
 }
 
@@ -151,6 +150,8 @@ impl Node {
         let arena = Arena::create(bytes, slab_bytes)
             .map_err(|source| StartError::Arena { bytes: config.host.bytes, source })?;
         let open = |nvme| open_store(nvme, generation);
+        let (chosen, devices_off) = gpus::choose(&config.devices);
+        let config = NodeConfig { devices: chosen, ..config };
         let mut opened = config.nvme.as_ref().map(open).transpose()?;
         let mut catalog = Catalog::new(catalog_config(&config, bytes, opened.as_ref()));
         let recovered_blocks = recover(&mut catalog, opened.as_mut());
@@ -209,6 +210,7 @@ impl Node {
             copy_threads: config.copy_threads.max(1),
             nvme: facts,
             devices,
+            devices_off,
             alive,
         }));
         Ok(Node { handle, conductor, pool, shared })
@@ -319,7 +321,7 @@ fn catalog_config(config: &NodeConfig, bytes: u64, nvme: Option<&OpenedNvme>) ->
         host_bytes: bytes,
         slab_bytes: config.host.slab(),
         host_policy: || Box::new(Lru::default()),
-        devices: config.devices.iter().map(device_shape).collect(),
+        devices: config.devices.iter().map(|device| DeviceShape::of(device.pool_bytes)).collect(),
         nvme: nvme.map(|opened| opened.shape.clone()),
         limits: config.limits,
         clean_percent: config.clean_percent,
@@ -328,11 +330,6 @@ fn catalog_config(config: &NodeConfig, bytes: u64, nvme: Option<&OpenedNvme>) ->
         epoch_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
         hash_seed: random_u64(),
     }
-}
-
-fn device_shape(device: &DeviceConfig) -> DeviceShape {
-    let slab_bytes = slab_bytes_for(device.pool_bytes);
-    DeviceShape { pool_bytes: device.pool_bytes, slab_bytes }
 }
 
 /// What is to be opened of a region in GPU memory.
@@ -588,33 +585,38 @@ impl NodeHandle {
         Ok((GpuId(u8::try_from(at).unwrap_or(u8::MAX)), id))
     }
 
-    /// Ends a region of a session. When this returns, nothing copies from or to a region in host
-    /// memory any more. Blocks for the copy of a block at most. `closed` is called once a region
-    /// in GPU memory is let go of too: its owner may free it then. Says whether there was one.
-    pub fn unregister_region(
+    /// Ends a region of a session. When this returns, nothing copies from or to it any more, if it
+    /// is in host memory. Blocks for the copy of a block at most.
+    pub fn unregister_region(&self, session: SessionId, region: RegionId) {
+        if let Some(Registration::Host(memory)) = self.close_region(session, region, None) {
+            memory.close();
+        }
+    }
+
+    /// Ends a region in GPU memory. `closed` is called exactly once, from any thread, when the GPU
+    /// has let go of the memory and its owner may free it; at once when there is no such region.
+    /// While the driver hangs in that, it is not called.
+    pub fn unregister_gpu_region(
         &self,
         session: SessionId,
         region: RegionId,
         closed: impl FnOnce() + Send + 'static,
-    ) -> bool {
-        let found = {
-            let mut sessions = self.sessions();
-            let Some(found) = sessions.get_mut(&session).and_then(|all| all.remove(&region)) else {
-                drop(sessions);
-                closed();
-                return false;
-            };
-            let closed: Option<Closed> = match &found {
-                Registration::Host(_) => None,
-                Registration::Gpu => Some(Box::new(closed)),
-            };
-            self.signal(Signal::CloseRegion { session, region, closed });
-            found
-        };
-        if let Registration::Host(memory) = found {
-            memory.close();
-        }
-        true
+    ) {
+        self.close_region(session, region, Some(Box::new(closed)));
+    }
+
+    fn close_region(
+        &self,
+        session: SessionId,
+        region: RegionId,
+        closed: Option<Closed>,
+    ) -> Option<Registration> {
+        let mut sessions = self.sessions();
+        let found = sessions.get_mut(&session).and_then(|all| all.remove(&region));
+        // Under the lock, so that the catalog hears of things in the order in which they were done.
+        // One that is not there (any more) may be on its way out: its end is waited for as well.
+        self.signal(Signal::CloseRegion { session, region, closed });
+        found
     }
 
     fn sessions(&self) -> MutexGuard<'_, HashMap<SessionId, HashMap<RegionId, Registration>>> {
@@ -660,6 +662,7 @@ impl NodeHandle {
                 ..facts.report.clone()
             }),
             devices: self.0.devices.iter().map(DeviceFacts::report).collect(),
+            devices_off: self.0.devices_off.clone(),
         }
     }
 

@@ -378,6 +378,19 @@ pub struct DeviceShape {
     pub slab_bytes: u32,
 }
 
+impl DeviceShape {
+    /// A pool of so many bytes, with slabs of the usual size.
+    pub fn of(pool_bytes: u64) -> DeviceShape {
+        DeviceShape { pool_bytes, slab_bytes: slab_bytes_for(pool_bytes) }
+    }
+}
+
+/// Bytes of a slab of an arena or a pool: a 64th, 4 MiB to 64 MiB, whole huge pages.
+pub fn slab_bytes_for(bytes: u64) -> u32 {
+    let unit = 2 << 20;
+    (bytes / 64 / unit * unit).clamp(4 << 20, 64 << 20) as u32
+}
+
 /// The nvme tier as the catalog sees it.
 #[derive(Clone, Debug)]
 pub struct NvmeShape {
