@@ -53,9 +53,9 @@ pub fn parameter_bytes(name: &str, index: u32) -> Option<usize> {
     usize::try_from(bytes).ok()
 }
 
-/// Runs a kernel as a driver would, on this thread, and returns when it has ended, with every
-/// block's threads folded into one. A kernel's loops stride by what was launched, so one thread
-/// does the work of its block, and in the order that suits a CPU: gigabytes go through here.
+/// Runs a kernel on this thread and returns when it has ended: the whole launch folded into a single
+/// thread, which does all of the work, because every loop of a kernel strides by what was launched.
+/// That is the order that suits a CPU; gigabytes go through here. A launch of nothing does nothing.
 /// `shared_bytes` is not used by any kernel.
 ///
 /// # Errors
@@ -73,11 +73,9 @@ pub unsafe fn launch(
     shared_bytes: u32,
     params: *mut *mut c_void,
 ) -> Result<(), UnknownKernel> {
-    if block.contains(&0) {
-        return Ok(());
-    }
+    let threads = if grid.contains(&0) || block.contains(&0) { [0; 3] } else { [1; 3] };
     // SAFETY: the caller's promise.
-    unsafe { launch_threads(name, grid, [1, 1, 1], shared_bytes, params) }
+    unsafe { launch_threads(name, threads, threads, shared_bytes, params) }
 }
 
 /// As [`launch`], but with every thread of every block by itself, as a GPU has them.

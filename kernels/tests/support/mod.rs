@@ -91,7 +91,7 @@ pub(crate) enum Arg {
 pub(crate) struct Launch {
     pub(crate) grid: [u32; 3],
     pub(crate) block: u32,
-    /// Every thread by itself, or the threads of a block folded into one.
+    /// Every thread by itself, or all of them folded into one.
     pub(crate) threads: bool,
 }
 
