@@ -52,9 +52,6 @@ static inline float __fmul_rn(float left, float right) {
     return left * right;
 }
 
-#if defined(__clang__)
-__attribute__((no_sanitize("float-divide-by-zero")))
-#endif
 static inline float __fdiv_rn(float left, float right) {
     return left / right;
 }
