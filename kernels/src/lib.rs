@@ -20,4 +20,6 @@ pub mod abi;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod driver;
+#[cfg(feature = "cuda")]
+pub mod launch;
 pub mod twin;
