@@ -26,6 +26,20 @@ pub(crate) fn context() -> Context {
     Context::new(&driver(), 0).unwrap()
 }
 
+/// Faults of this process while it lives; what hangs or stalls goes on after.
+pub(crate) struct Injected;
+
+pub(crate) fn inject(faults: &str) -> Injected {
+    fakecuda::inject(faults);
+    Injected
+}
+
+impl Drop for Injected {
+    fn drop(&mut self) {
+        fakecuda::inject("");
+    }
+}
+
 /// Bytes that tell where they stand.
 pub(crate) fn pattern(seed: u8, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|at| seed ^ (at % 251) as u8).collect()
