@@ -213,6 +213,14 @@ impl Peer {
     }
 }
 
+impl Drop for Peer {
+    fn drop(&mut self) {
+        // One that ended already cannot be killed.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
 /// Says a line to who started this process.
 pub(crate) fn say(line: &str) {
     println!("> {line}");
