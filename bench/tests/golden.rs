@@ -28,6 +28,7 @@ fn args(trace: PathBuf, policy: &str, capacity_blocks: Option<u64>) -> sim::SimA
         capacity_blocks,
         block_bytes: 64 << 10,
         host_bytes: 1 << 30,
+        device_bytes: None,
         nvme_bytes: None,
         requests: None,
         json: false,

@@ -15,11 +15,13 @@ use crate::client::{self, ForgetWhat, Inspect, LoadedPrefix};
 use crate::config::ClientConfig;
 use crate::connection::ClientCounters;
 use crate::error::ClientError;
-use crate::handles::{Lease, Lookup, NamespaceHandle, RegionHandle, Ticket};
+use crate::gpu::{GpuExport, GpuRegion};
+use crate::handles::{Lease, Lookup, NamespaceHandle, Ticket};
 use crate::hello::SessionLimits;
 use crate::protocol::{
     Drained, NamespaceRow, NamespaceSpec, Pinned, StatsReply, StatusReport, VersionInfo,
 };
+use crate::region::{AsRegion, RegionHandle};
 
 /// As [`crate::Client`], blocking.
 #[derive(Clone, Debug)]
@@ -124,6 +126,21 @@ impl Client {
         self.inner.notify_fd()
     }
 
+    /// See [`crate::Client::register_gpu_region`]. The client's thread lives for as long as the
+    /// region, to wait for the daemon at its end.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn register_gpu_region(
+        &self,
+        export: GpuExport,
+        layout: RegionLayout,
+        keep: impl Send + Sync + 'static,
+    ) -> Result<GpuRegion, ClientError> {
+        let keep = (keep, Arc::clone(&self.runtime));
+        self.runtime.run(self.inner.register_gpu_region(export, layout, keep))
+    }
+
     forward! {
         /// See [`crate::Client::version`].
         fn version() -> Result<VersionInfo, ClientError>;
@@ -134,16 +151,18 @@ impl Client {
         /// See [`crate::Client::register_region`].
         fn register_region(memory: SharedMemory, layout: RegionLayout)
             -> Result<RegionHandle, ClientError>;
+        /// See [`crate::Client::unregister_gpu_region`].
+        fn unregister_gpu_region(region: &GpuRegion) -> Result<(), ClientError>;
         /// See [`crate::Client::lookup`].
         fn lookup(prefixes: &[(&NamespaceHandle, &[BlockKey])], lease: Duration) -> Lookup;
         /// See [`crate::Client::try_lookup`].
         fn try_lookup(prefixes: &[(&NamespaceHandle, &[BlockKey])], lease: Duration)
             -> Result<Lookup, ClientError>;
         /// See [`crate::Client::load`].
-        fn load(lease: &Lease, namespace: &NamespaceHandle, region: &RegionHandle,
+        fn load(lease: &Lease, namespace: &NamespaceHandle, region: &impl AsRegion,
             blocks: &[LoadBlock], wait: Duration) -> Ticket;
         /// See [`crate::Client::store`].
-        fn store(namespace: &NamespaceHandle, conversation: u64, region: &RegionHandle,
+        fn store(namespace: &NamespaceHandle, conversation: u64, region: &impl AsRegion,
             blocks: &[StoreBlock], wait: Duration) -> Ticket;
         /// See [`crate::Client::prefetch`].
         fn prefetch(namespace: &NamespaceHandle, keys: &[BlockKey], wait: Duration) -> Ticket;
@@ -158,10 +177,10 @@ impl Client {
         /// See [`crate::Client::report_bad`].
         fn report_bad(namespace: &NamespaceHandle, keys: &[BlockKey]) -> Result<u64, ClientError>;
         /// See [`crate::Client::load_prefix`].
-        fn load_prefix(namespace: &NamespaceHandle, region: &RegionHandle, keys: &[BlockKey],
+        fn load_prefix(namespace: &NamespaceHandle, region: &impl AsRegion, keys: &[BlockKey],
             places: &[u32], timeout: Duration) -> LoadedPrefix;
         /// See [`crate::Client::store_prefix`].
-        fn store_prefix(namespace: &NamespaceHandle, conversation: u64, region: &RegionHandle,
+        fn store_prefix(namespace: &NamespaceHandle, conversation: u64, region: &impl AsRegion,
             keys: &[BlockKey], places: &[u32], timeout: Duration) -> Vec<Outcome>;
         /// See [`crate::Client::pin`].
         fn pin(namespace: NamespaceId, keys: &[BlockKey], ttl: Duration)

@@ -19,9 +19,10 @@ use crate::config::ClientConfig;
 use crate::connection::{ClientCounters, Link, Shared, supervise};
 use crate::doubt::Claim;
 use crate::error::ClientError;
+use crate::gpu::{GpuExport, GpuRegion};
 use crate::handles::{
-    Hit, Lease, Lookup, NamespaceHandle, NamespaceInner, RegionHandle, RegionInner, Ticket,
-    TicketKind, TicketState, bind, bound_on,
+    Hit, Lease, Lookup, NamespaceHandle, NamespaceInner, Ticket, TicketKind, TicketState, bind,
+    bound_on,
 };
 use crate::hello::SessionLimits;
 use crate::protocol::{
@@ -29,6 +30,7 @@ use crate::protocol::{
     StatusReport, TicketReply, VersionInfo, WireForget, WireInspect, WireLoad, WirePrefix,
     WireStore, pack_keys,
 };
+use crate::region::{AsRegion, RegionHandle, RegionInner, RegionRef};
 
 /// Pause before a busy daemon is asked again for the end of tickets.
 const BUSY_PAUSE: Duration = Duration::from_millis(10);
@@ -236,15 +238,54 @@ impl Client {
         layout: RegionLayout,
     ) -> Result<RegionHandle, ClientError> {
         layout.check(memory.bytes())?;
-        let inner = RegionInner::new(memory, layout, Arc::downgrade(self.shared()));
-        let inner = Arc::new(inner);
+        let region = RegionHandle::new(memory, layout, Arc::downgrade(self.shared()));
+        self.adopt(&region.inner).await?;
+        Ok(region)
+    }
+
+    /// Registers GPU memory of this process, which the daemon imports; at most the call timeout.
+    /// The region stays valid across reconnections; until the daemon has imported it again, what
+    /// names it misses. `keep` is dropped when the daemon has let go of the memory: whatever frees
+    /// the memory on drop (as memory must not be freed while it is imported elsewhere), or `()`.
+    ///
+    /// # Errors
+    /// A layout or ring that breaks a rule, a GPU that the daemon does not use, memory that it
+    /// cannot import, or see [`ClientError`].
+    pub async fn register_gpu_region(
+        &self,
+        export: GpuExport,
+        layout: RegionLayout,
+        keep: impl Send + Sync + 'static,
+    ) -> Result<GpuRegion, ClientError> {
+        let region = GpuRegion::new(export, layout, Box::new(keep), self.shared())?;
+        self.adopt(&region.inner).await?;
+        Ok(region)
+    }
+
+    /// Ends a region's registration now, also for its other handles, rather than when the last of
+    /// them is dropped. When this returns `Ok`, the memory may be freed.
+    ///
+    /// # Errors
+    /// [`ClientError::Deadline`] when the daemon has not let go of the memory within the call
+    /// timeout. It may still have it imported.
+    pub async fn unregister_gpu_region(&self, region: &GpuRegion) -> Result<(), ClientError> {
+        let limit = self.limit();
+        if region.end(self.shared(), limit).await {
+            return Ok(());
+        }
+        let after_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
+        Err(ClientError::Deadline { after_ms })
+    }
+
+    /// Registers a region on the current connection, and keeps it from now on.
+    async fn adopt(&self, region: &Arc<RegionInner>) -> Result<(), ClientError> {
         loop {
             let link = self.shared().gate()?;
-            let id = self.shared().register(&link, &inner).await?;
-            bind(&inner.bound, Some((link.generation, id)));
+            let id = self.shared().register(&link, region).await?;
+            bind(&region.bound, Some((link.generation, id)));
             // A reconnection in between did not register it.
-            if self.shared().adopt_region(&inner, link.generation) {
-                return Ok(RegionHandle { inner });
+            if self.shared().adopt_region(region, link.generation) {
+                return Ok(());
             }
         }
     }
@@ -310,13 +351,14 @@ impl Client {
         &self,
         lease: &Lease,
         namespace: &NamespaceHandle,
-        region: &RegionHandle,
+        region: &impl AsRegion,
         blocks: &[LoadBlock],
         wait: Duration,
     ) -> Ticket {
+        let region = region.as_region();
         let places: Vec<u32> = blocks.iter().map(|block| block.place).collect();
         let keys = pack_keys(blocks.iter().map(|block| &block.key));
-        let touched = Some((region, places.clone()));
+        let touched = Some((region.clone(), places.clone()));
         let prepare = |link: &Link| {
             if lease.generation != link.generation {
                 return Err(ClientError::Call(CallError::NotFound("the lease".into())));
@@ -324,7 +366,8 @@ impl Client {
             Ok(WireLoad {
                 lease: lease.id,
                 namespace: namespace_on(link, namespace)?,
-                region: region_on(link, region)?,
+                region: region_on(link, &region)?,
+                after_event: region.after_event(),
                 keys,
                 places,
             })
@@ -342,16 +385,18 @@ impl Client {
         &self,
         namespace: &NamespaceHandle,
         conversation: u64,
-        region: &RegionHandle,
+        region: &impl AsRegion,
         blocks: &[StoreBlock],
         wait: Duration,
     ) -> Ticket {
-        let touched = Some((region, blocks.iter().map(|block| block.place).collect()));
+        let region = region.as_region();
+        let touched = Some((region.clone(), blocks.iter().map(|block| block.place).collect()));
         let prepare = |link: &Link| {
             Ok(WireStore {
                 namespace: namespace_on(link, namespace)?,
                 conversation,
-                region: region_on(link, region)?,
+                region: region_on(link, &region)?,
+                after_event: region.after_event(),
                 keys: pack_keys(blocks.iter().map(|block| &block.key)),
                 parents: pack_keys(blocks.iter().map(|block| &block.parent)),
                 blocks: blocks
@@ -384,7 +429,7 @@ impl Client {
         &self,
         kind: TicketKind,
         blocks: usize,
-        touched: Option<(&RegionHandle, Vec<u32>)>,
+        touched: Option<(RegionRef<'_>, Vec<u32>)>,
         wait: Duration,
         prepare: impl FnOnce(&Link) -> Result<W, ClientError>,
         ask: impl FnOnce(KvtideClient, Context, W, u32) -> F,
@@ -406,8 +451,7 @@ impl Client {
         let limit = self.limit().saturating_add(Duration::from_millis(u64::from(wait_ms)));
         // Leaves the places in doubt when this future is dropped, and on every way out of it but
         // those on which the daemon has said that it will not touch them (any more).
-        let mut claim =
-            touched.map(|(region, places)| Claim::new(Arc::clone(&region.inner), places, &link));
+        let mut claim = touched.map(|(region, places)| Claim::new(&region, places, &link));
         let call =
             self.shared().call(&link, limit, |stub, context| ask(stub, context, wire, wait_ms));
         let reply = call.await.and_then(|answer| answer.map_err(ClientError::Call));
@@ -566,7 +610,7 @@ impl Client {
     pub async fn load_prefix(
         &self,
         namespace: &NamespaceHandle,
-        region: &RegionHandle,
+        region: &impl AsRegion,
         keys: &[BlockKey],
         places: &[u32],
         timeout: Duration,
@@ -606,7 +650,7 @@ impl Client {
         &self,
         namespace: &NamespaceHandle,
         conversation: u64,
-        region: &RegionHandle,
+        region: &impl AsRegion,
         keys: &[BlockKey],
         places: &[u32],
         timeout: Duration,
@@ -759,7 +803,7 @@ fn namespace_on(link: &Link, namespace: &NamespaceHandle) -> Result<NamespaceId,
 
 fn region_on(
     link: &Link,
-    region: &RegionHandle,
+    region: &RegionRef<'_>,
 ) -> Result<kvtide_tiers::catalog::RegionId, ClientError> {
     bound_on(&region.inner.bound, link.generation)
         .ok_or_else(|| ClientError::Call(CallError::NotFound("the region".into())))

@@ -21,9 +21,10 @@ use crate::breaker::Breaker;
 use crate::config::ClientConfig;
 use crate::doubt::LinkEnd;
 use crate::error::ClientError;
-use crate::handles::{NamespaceInner, RegionInner, bind, bound_on};
+use crate::handles::{NamespaceInner, bind, bound_on};
 use crate::hello::{Answer, Hello, HelloKind, Welcome, recv_answer, send_hello};
 use crate::protocol::{CallError, DEADLINE_MAX, KvtideClient};
+use crate::region::{RegionInner, Source};
 use crate::transport::client_transport;
 
 /// Leases and regions whose end waits to be told; more are left to their expiry and to the end of
@@ -364,17 +365,43 @@ impl Shared {
         link: &Arc<Link>,
         region: &RegionInner,
     ) -> Result<RegionId, ClientError> {
+        let limit = self.config.call_timeout;
+        let memory = match &region.source {
+            Source::Host(memory) => {
+                let (fd, layout) = (self.attach(link, memory.fd()).await?, region.layout.clone());
+                let ask = |stub: KvtideClient, context| async move {
+                    stub.register_region(context, fd, layout).await
+                };
+                return Ok(self.call(link, limit, ask).await??);
+            }
+            Source::Gpu(memory) => memory,
+        };
+        let fd = match memory.descriptor() {
+            Some(fd) => self.attach(link, fd.as_fd()).await?,
+            None => 0,
+        };
+        let spec = memory.spec(fd, &region.layout);
+        memory.importing(link);
+        let ask = |stub: KvtideClient, context| async move {
+            stub.register_gpu_region(context, spec).await
+        };
+        let answer = self.call(link, limit, ask).await?;
+        if answer.as_ref().is_err_and(|error| !matches!(error, CallError::Internal(_))) {
+            memory.let_go(link.generation);
+        }
+        Ok(answer?)
+    }
+
+    /// Sends a descriptor; answers the number that the daemon gave it.
+    async fn attach(
+        &self,
+        link: &Link,
+        fd: std::os::fd::BorrowedFd<'_>,
+    ) -> Result<u64, ClientError> {
         let (session, token) = (link.welcome.session, link.welcome.token);
         let attach = HelloKind::Attach { session, token };
-        let (_stream, welcome, _) = self.hello(attach, Some(region.memory.fd())).await?;
-        let layout = region.layout.clone();
-        let limit = self.config.call_timeout;
-        let answer = self
-            .call(link, limit, |stub, context| async move {
-                stub.register_region(context, welcome.fd, layout).await
-            })
-            .await?;
-        Ok(answer?)
+        let (_stream, welcome, _) = self.hello(attach, Some(fd)).await?;
+        Ok(welcome.fd)
     }
 
     async fn restore(self: &Arc<Self>, link: &Arc<Link>) -> Result<(), ClientError> {
@@ -389,6 +416,12 @@ impl Shared {
         }
         for region in regions {
             bind(&region.bound, None);
+            if matches!(region.source, Source::Gpu(_)) {
+                let (shared, link) = (Arc::clone(self), Arc::clone(link));
+                let region = Arc::downgrade(&region);
+                tokio::spawn(async move { shared.import_again(&link, &region).await });
+                continue;
+            }
             match self.register(link, &region).await {
                 Ok(id) => bind(&region.bound, Some((link.generation, id))),
                 Err(ClientError::Call(error)) => {
@@ -398,6 +431,47 @@ impl Shared {
             }
         }
         Ok(())
+    }
+
+    /// Registers GPU memory on a new connection. A GPU that is slow or stuck keeps neither the
+    /// connection nor other regions waiting; until this has succeeded, what names the region
+    /// misses.
+    async fn import_again(&self, link: &Arc<Link>, region: &Weak<RegionInner>) {
+        let mut pause = self.config.backoff;
+        loop {
+            let Some(region) = region.upgrade() else { return };
+            let ended = matches!(&region.source, Source::Gpu(memory) if memory.is_ended());
+            let old = {
+                let state = self.state();
+                state.closed || state.generation != link.generation
+            };
+            if ended || old {
+                return;
+            }
+            match self.register(link, &region).await {
+                Ok(id) => return self.bind_again(link, &region, id),
+                Err(ClientError::Disconnected) => return,
+                Err(ClientError::Call(CallError::Internal(_) | CallError::Busy(_)))
+                | Err(ClientError::Deadline { .. }) => {}
+                Err(error) => {
+                    tracing::warn!(%error, "GPU memory could not be registered again; it misses");
+                    return;
+                }
+            }
+            drop(region);
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(self.config.backoff_max);
+        }
+    }
+
+    /// Binds a region, unless it was unregistered meanwhile: then the daemon is told.
+    fn bind_again(&self, link: &Arc<Link>, region: &RegionInner, id: RegionId) {
+        bind(&region.bound, Some((link.generation, id)));
+        let ended = matches!(&region.source, Source::Gpu(memory) if memory.is_ended());
+        if ended && let Some(id) = bound_on(&region.bound, link.generation) {
+            bind(&region.bound, None);
+            self.unregister_later(link.generation, id);
+        }
     }
 
     async fn restore_namespace(

@@ -10,20 +10,39 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtide_tiers::catalog::TicketId;
 
+use tokio::sync::Notify;
+
 use crate::connection::Link;
-use crate::handles::RegionInner;
+use crate::gpu::EventMark;
+use crate::region::{RegionInner, RegionRef};
 
 /// Whether the daemon is known to have closed one connection.
 #[derive(Debug, Default)]
-pub(crate) struct LinkEnd(AtomicBool);
+pub(crate) struct LinkEnd {
+    reached: AtomicBool,
+    changed: Notify,
+}
 
 impl LinkEnd {
     pub(crate) fn is_reached(&self) -> bool {
-        self.0.load(Ordering::Acquire)
+        self.reached.load(Ordering::Acquire)
     }
 
     pub(crate) fn reach(&self) {
-        self.0.store(true, Ordering::Release);
+        self.reached.store(true, Ordering::Release);
+        self.changed.notify_waiters();
+    }
+
+    /// Waits for the end.
+    pub(crate) async fn reached(&self) {
+        loop {
+            let mut changed = std::pin::pin!(self.changed.notified());
+            changed.as_mut().enable();
+            if self.is_reached() {
+                return;
+            }
+            changed.await;
+        }
     }
 }
 
@@ -35,10 +54,11 @@ pub(crate) struct Claim {
 }
 
 impl Claim {
-    pub(crate) fn new(region: Arc<RegionInner>, places: Vec<u32>, link: &Link) -> Claim {
+    pub(crate) fn new(region: &RegionRef<'_>, places: Vec<u32>, link: &Link) -> Claim {
         let (generation, end) = (link.generation, Arc::clone(&link.end));
-        let doubt = Doubt { number: 0, generation, end, ticket: None, places };
-        Claim { region, doubt: Some(Box::new(doubt)) }
+        let after = region.after.clone();
+        let doubt = Doubt { number: 0, generation, end, ticket: None, places, _after: after };
+        Claim { region: Arc::clone(region.inner), doubt: Some(Box::new(doubt)) }
     }
 
     /// The daemon made a ticket of it.
@@ -70,6 +90,8 @@ pub(crate) struct Doubt {
     end: Arc<LinkEnd>,
     ticket: Option<TicketId>,
     places: Vec<u32>,
+    /// Not recorded again while the daemon may wait for it.
+    _after: Option<EventMark>,
 }
 
 /// All doubts of one region. A place in doubt is not sent again, so that the list is bounded by
@@ -135,7 +157,8 @@ mod tests {
 
     fn doubt(generation: u64, end: &Arc<LinkEnd>, places: &[u32]) -> Doubt {
         let (end, places) = (Arc::clone(end), places.to_vec());
-        Doubt { number: 0, generation, end, ticket: Some(TicketId(generation)), places }
+        let ticket = Some(TicketId(generation));
+        Doubt { number: 0, generation, end, ticket, places, _after: None }
     }
 
     #[test]

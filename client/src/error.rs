@@ -59,6 +59,9 @@ pub enum ClientError {
     /// Shared memory could not be made or used.
     #[error("shared memory: {0}")]
     Memory(String),
+    /// GPU memory could not be exported or used, or its registration breaks a rule.
+    #[error("GPU memory: {0}")]
+    Gpu(String),
     /// A range outside a region.
     #[error("bytes {offset}..{end} are outside the region of {bytes} bytes")]
     OutOfRegion {

@@ -1,18 +1,16 @@
-//! What a client holds on to: namespaces, regions, leases and tickets.
+//! What a client holds on to beside its regions: namespaces, leases and tickets.
 //!
-//! Namespaces and regions stay valid across a restart of the daemon: the connection opens and
-//! registers them again. Leases and tickets belong to one connection and end with it.
+//! Namespaces stay valid across a restart of the daemon: the connection opens them again. Leases and tickets belong to one connection and end with it.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use kvtide_tiers::block::{BlockKey, NamespaceId, NamespaceKey, RegionLayout};
-use kvtide_tiers::catalog::{LeaseId, MissReason, Outcome, RegionId, RejectReason, Run, TicketId};
-use kvtide_tiers::io::SharedMemory;
+use kvtide_tiers::block::{BlockKey, NamespaceId, NamespaceKey};
+use kvtide_tiers::catalog::{LeaseId, MissReason, Outcome, RejectReason, Run, TicketId};
 
 use crate::connection::Shared;
-use crate::doubt::{Claim, Doubt, Doubts};
+use crate::doubt::Claim;
 use crate::error::ClientError;
 use crate::protocol::NamespaceSpec;
 
@@ -74,153 +72,6 @@ impl NamespaceHandle {
 impl fmt::Debug for NamespaceHandle {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         out.debug_struct("NamespaceHandle").field("id", &self.id()).finish_non_exhaustive()
-    }
-}
-
-pub(crate) struct RegionInner {
-    pub(crate) memory: SharedMemory,
-    pub(crate) layout: RegionLayout,
-    pub(crate) bound: Bound<RegionId>,
-    doubts: Mutex<Doubts>,
-    shared: Weak<Shared>,
-}
-
-impl RegionInner {
-    pub(crate) fn new(
-        memory: SharedMemory,
-        layout: RegionLayout,
-        shared: Weak<Shared>,
-    ) -> RegionInner {
-        RegionInner { memory, layout, bound: Mutex::new(None), doubts: Mutex::default(), shared }
-    }
-
-    pub(crate) fn doubts(&self) -> std::sync::MutexGuard<'_, Doubts> {
-        self.doubts.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(crate) fn leave_in_doubt(&self, doubt: Doubt) {
-        let added = self.doubts().add(doubt);
-        if let (true, Some(shared)) = (added, self.shared.upgrade()) {
-            shared.wake();
-        }
-    }
-
-    /// Refuses places in doubt.
-    pub(crate) fn check_places(&self, places: &[u32]) -> Result<(), ClientError> {
-        let in_doubt = self.doubts().first_of(places);
-        in_doubt.map_or(Ok(()), |place| Err(ClientError::PlaceInDoubt { place }))
-    }
-}
-
-impl Drop for RegionInner {
-    fn drop(&mut self) {
-        let bound = self.bound.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        if let (Some((generation, region)), Some(shared)) = (bound, self.shared.upgrade()) {
-            shared.unregister_later(generation, region);
-        }
-    }
-}
-
-/// Memory shared with the daemon: a pool of places for blocks. Unregistered when the last handle
-/// is dropped.
-#[derive(Clone)]
-pub struct RegionHandle {
-    pub(crate) inner: Arc<RegionInner>,
-}
-
-impl RegionHandle {
-    /// The memory itself.
-    pub fn memory(&self) -> &SharedMemory {
-        &self.inner.memory
-    }
-
-    /// How blocks lie in it.
-    pub fn layout(&self) -> &RegionLayout {
-        &self.inner.layout
-    }
-
-    /// Bytes of one block.
-    pub fn block_bytes(&self) -> u64 {
-        self.inner.layout.block_bytes()
-    }
-
-    /// Number of places.
-    pub fn places(&self) -> u32 {
-        self.inner.layout.blocks
-    }
-
-    /// Places from or to which the daemon may still copy, because a load or store of them was
-    /// given up before it was known to have ended: its deadline passed, its future or ticket was
-    /// dropped, or the connection was lost. Until the daemon has ended it, or has closed the
-    /// connection, loads, stores and [`RegionHandle::write_block`] refuse these places. Whoever
-    /// writes to the memory by other means has to leave them alone too: what is written there may
-    /// be stored under the old key.
-    pub fn places_in_doubt(&self) -> Vec<u32> {
-        self.inner.doubts().places()
-    }
-
-    /// Writes one block's bytes, plane by plane as its payload lies.
-    ///
-    /// # Errors
-    /// [`ClientError::OutOfRegion`] for a place or length that is not the region's, and
-    /// [`ClientError::PlaceInDoubt`].
-    pub fn write_block(&self, place: u32, bytes: &[u8]) -> Result<(), ClientError> {
-        self.check(place, bytes.len())?;
-        self.inner.check_places(&[place])?;
-        let mut rest = bytes;
-        self.runs(place, |offset, run| {
-            let (head, tail) = rest.split_at_checked(run)?;
-            rest = tail;
-            self.inner.memory.write_at(offset, head).ok()
-        })
-    }
-
-    /// Reads one block's bytes, plane by plane as its payload lies.
-    ///
-    /// # Errors
-    /// [`ClientError::OutOfRegion`] for a place or length that is not the region's.
-    pub fn read_block(&self, place: u32, out: &mut [u8]) -> Result<(), ClientError> {
-        self.check(place, out.len())?;
-        let mut at = 0;
-        self.runs(place, |offset, run| {
-            let part = out.get_mut(at..at + run)?;
-            at += run;
-            self.inner.memory.read_at(offset, part).ok()
-        })
-    }
-
-    fn check(&self, place: u32, bytes: usize) -> Result<(), ClientError> {
-        let fits = place < self.places() && bytes as u64 == self.block_bytes();
-        fits.then_some(()).ok_or_else(|| self.out_of_region(u64::from(place), bytes as u64))
-    }
-
-    fn runs(
-        &self,
-        place: u32,
-        mut copy: impl FnMut(u64, usize) -> Option<()>,
-    ) -> Result<(), ClientError> {
-        for plane in &self.inner.layout.planes {
-            for row in 0..plane.rows {
-                let offset = plane.run_offset(place, row);
-                let run = usize::try_from(plane.row_bytes).unwrap_or(usize::MAX);
-                copy(offset, run).ok_or_else(|| self.out_of_region(offset, plane.row_bytes))?;
-            }
-        }
-        Ok(())
-    }
-
-    fn out_of_region(&self, offset: u64, bytes: u64) -> ClientError {
-        let end = offset.saturating_add(bytes);
-        ClientError::OutOfRegion { offset, end, bytes: self.inner.memory.bytes() }
-    }
-}
-
-impl fmt::Debug for RegionHandle {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        out.debug_struct("RegionHandle")
-            .field("places", &self.places())
-            .field("block_bytes", &self.block_bytes())
-            .finish_non_exhaustive()
     }
 }
 
@@ -320,7 +171,7 @@ pub(crate) enum TicketState {
 /// A load, store or prefetch under way, or its outcome.
 ///
 /// Until it has ended, the daemon may copy into a load's places, and out of a store's. Dropping the
-/// ticket before that puts the places in doubt ([`RegionHandle::places_in_doubt`]).
+/// ticket before that puts the places in doubt ([`crate::RegionHandle::places_in_doubt`]).
 #[must_use = "a ticket has to be waited for; its places belong to the daemon until then"]
 pub struct Ticket {
     pub(crate) kind: TicketKind,

@@ -17,20 +17,23 @@ mod config;
 mod connection;
 mod doubt;
 mod error;
+mod gpu;
 mod handles;
 pub mod hello;
 pub mod protocol;
+mod region;
 pub mod transport;
 
 pub use client::{Client, ForgetWhat, Inspect, LoadedPrefix};
 pub use config::{ClientConfig, default_socket, runtime_folder};
 pub use connection::ClientCounters;
 pub use error::ClientError;
-pub use handles::{Hit, Lease, Lookup, NamespaceHandle, RegionHandle, Ticket};
+pub use gpu::{EventMark, ExportedMemory, GpuExport, GpuRegion};
+pub use handles::{Hit, Lease, Lookup, NamespaceHandle, Ticket};
 pub use hello::SessionLimits;
 pub use kvtide_tiers::block::{
-    BlockKey, Codec, ElementType, KvLayout, Model, Namespace, NamespaceId, NamespaceKey, Plane,
-    RankScope, RegionLayout,
+    BlockKey, Codec, ElementType, GPU_EVENTS_MAX, GpuOrder, GpuUuid, IpcHandle, KvLayout, Model,
+    Namespace, NamespaceId, NamespaceKey, Plane, RankScope, RegionLayout,
 };
 pub use kvtide_tiers::catalog::{
     CatalogStats, InspectPage, InspectRow, LeaseId, LoadBlock, MissReason, Outcome, PinId,
@@ -38,6 +41,7 @@ pub use kvtide_tiers::catalog::{
 };
 pub use kvtide_tiers::io::SharedMemory;
 pub use protocol::{
-    CallError, Drained, NamespaceRow, NamespaceSpec, Pinned, ServiceStats, StatsReply,
+    CallError, Drained, GpuStatus, NamespaceRow, NamespaceSpec, Pinned, ServiceStats, StatsReply,
     StatusReport, TenantStats, VersionInfo,
 };
+pub use region::{AsRegion, RegionHandle, RegionRef};

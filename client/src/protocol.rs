@@ -2,14 +2,16 @@
 //!
 //! A connection starts with a hello (see [`crate::hello`]); what follows is tarpc over frames of at
 //! most [`FRAME_BYTES_MAX`], encoded with bincode. Bytes of blocks never travel here: they lie in
-//! regions that both sides map. Keys travel as one byte string, 32 bytes each.
+//! regions that both sides map, or in GPU memory that the daemon imports. Keys travel as one byte string, 32 bytes each.
 //!
 //! Any change of a message's shape is a new [`PROTOCOL_VERSION`]; both sides refuse another one.
 
 // The service macro writes items of its own that carry no documentation.
 #![allow(missing_docs, clippy::too_many_arguments)]
 
-use kvtide_tiers::block::{BlockKey, Codec, Namespace, NamespaceId, NamespaceKey, RegionLayout};
+use kvtide_tiers::block::{
+    BlockKey, Codec, GpuRegionSpec, Namespace, NamespaceId, NamespaceKey, RegionLayout,
+};
 use kvtide_tiers::catalog::{
     CatalogStats, InspectPage, LeaseId, Limit, LookupReply, Outcome, PinId, Refusal, RegionId,
     TicketId, Tier,
@@ -18,7 +20,7 @@ use serde::{Deserialize, Serialize};
 use serde_bytes::ByteBuf;
 
 /// The version of hello and messages that this library speaks.
-pub const PROTOCOL_VERSION: u16 = 1;
+pub const PROTOCOL_VERSION: u16 = 2;
 
 /// Bytes of the largest frame that either side accepts.
 pub const FRAME_BYTES_MAX: usize = 4 << 20;
@@ -35,7 +37,12 @@ pub trait Kvtide {
     async fn open_namespace(spec: NamespaceSpec) -> Result<OpenedNamespace, CallError>;
     /// Registers memory sent before over an attach connection.
     async fn register_region(fd: u64, layout: RegionLayout) -> Result<RegionId, CallError>;
-    /// Ends a registration; loads and stores under way on it end as gone.
+    /// Registers GPU memory of the caller, which the daemon imports. A VMM allocation's descriptor
+    /// was sent before over an attach connection. An import that takes longer than the call's
+    /// deadline is undone when it ends.
+    async fn register_gpu_region(spec: GpuRegionSpec) -> Result<RegionId, CallError>;
+    /// Ends a registration; loads and stores under way on it end as gone. Answered when the
+    /// memory may be freed.
     async fn unregister_region(region: RegionId) -> Result<(), CallError>;
     /// The longest run that all of the prefixes have.
     async fn lookup(prefixes: Vec<WirePrefix>, lease_ms: u32) -> Result<LookupReply, CallError>;
@@ -172,6 +179,8 @@ pub struct WireLoad {
     pub namespace: NamespaceId,
     /// The receiving region.
     pub region: RegionId,
+    /// The event of the region's ring that the copies wait for, if any.
+    pub after_event: Option<u32>,
     /// 32 bytes per key.
     pub keys: ByteBuf,
     /// One place per key.
@@ -187,6 +196,8 @@ pub struct WireStore {
     pub conversation: u64,
     /// The giving region.
     pub region: RegionId,
+    /// The event of the region's ring that the copies wait for, if any.
+    pub after_event: Option<u32>,
     /// 32 bytes per key.
     pub keys: ByteBuf,
     /// 32 bytes per parent.
@@ -286,6 +297,8 @@ pub struct TenantStats {
     pub lookup_keys: u64,
     /// Keys found.
     pub lookup_hits: u64,
+    /// Blocks loaded from GPU memory.
+    pub loaded_device: u64,
     /// Blocks loaded from host RAM.
     pub loaded_host: u64,
     /// Blocks loaded from nvme.
@@ -357,8 +370,10 @@ pub struct StatusReport {
     pub nvme_bytes: u64,
     /// How nvme is read and written, in words.
     pub nvme_io: String,
-    /// The device tier, in words.
+    /// The device tier, in words; why it is off, when it is.
     pub device: String,
+    /// Its GPUs, in the order of the counters.
+    pub devices: Vec<GpuStatus>,
     /// Facts stated at start (limits taken from the machine, recovery, what is off and why).
     pub notes: Vec<String>,
     /// Sessions connected, of all tenants for operators, otherwise of the caller's.
@@ -369,6 +384,23 @@ pub struct StatusReport {
     pub shared: Vec<String>,
     /// The codec of the caller's tenant.
     pub codec: Codec,
+}
+
+/// One GPU of the device tier.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct GpuStatus {
+    /// Its UUID, as `nvidia-smi -L` shows it.
+    pub uuid: String,
+    /// What the driver calls it.
+    pub name: String,
+    /// The driver's version.
+    pub driver: String,
+    /// Bytes of its memory in which the daemon keeps blocks.
+    pub pool_bytes: u64,
+    /// "ok", or what is wrong with it now.
+    pub health: String,
+    /// Why it is off, if it is.
+    pub off: Option<String>,
 }
 
 /// Packs keys into one byte string.

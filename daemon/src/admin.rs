@@ -10,7 +10,7 @@ use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
-use kvtide_client::protocol::{ServiceStats, TenantStats};
+use kvtide_client::protocol::{GpuStatus, ServiceStats, TenantStats};
 use kvtide_tiers::catalog::{CatalogStats, TierUse};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, text};
@@ -21,6 +21,7 @@ use prometheus_client::registry::Registry;
 
 use crate::app::App;
 use crate::config::MetricsAddress;
+use crate::devices;
 
 /// How long the catalog may take to answer before health says no.
 const HEALTH_TIME: Duration = Duration::from_secs(1);
@@ -63,11 +64,25 @@ pub async fn start(app: &Arc<App>) {
 }
 
 async fn healthz(State(app): State<Arc<App>>) -> Response {
-    match tokio::time::timeout(HEALTH_TIME, app.stats()).await {
-        Ok(Some(stats)) if stats.draining => (StatusCode::OK, "draining\n").into_response(),
-        Ok(Some(_)) => (StatusCode::OK, "ok\n").into_response(),
-        _ => (StatusCode::SERVICE_UNAVAILABLE, "the catalog does not answer\n").into_response(),
+    let catalog = tokio::time::timeout(HEALTH_TIME, app.stats()).await;
+    let (code, word) = match catalog {
+        Ok(Some(stats)) if stats.draining => (StatusCode::OK, "draining"),
+        Ok(Some(_)) => (StatusCode::OK, "ok"),
+        _ => (StatusCode::SERVICE_UNAVAILABLE, "the catalog does not answer"),
+    };
+    let gpus = devices::status(&app.node().report());
+    (code, health_text(word, &gpus)).into_response()
+}
+
+/// The word, and a line for each GPU that is off or stuck. The daemon serves without them, so that
+/// they do not change the code.
+fn health_text(word: &str, gpus: &[GpuStatus]) -> String {
+    let mut text = format!("{word}\n");
+    for trouble in devices::troubles(gpus) {
+        text.push_str(&trouble);
+        text.push('\n');
     }
+    text
 }
 
 async fn metrics(State(app): State<Arc<App>>) -> Response {
@@ -80,6 +95,7 @@ async fn metrics(State(app): State<Arc<App>>) -> Response {
         catalog: catalog.map(|stats| *stats),
         service: app.counters.stats(),
         tenants: tenants.collect(),
+        gpus: devices::status(&app.node().report()),
         uptime_s: app.started.elapsed().as_secs(),
     };
     let content = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -94,6 +110,7 @@ struct Snapshot {
     catalog: Option<CatalogStats>,
     service: ServiceStats,
     tenants: Vec<TenantStats>,
+    gpus: Vec<GpuStatus>,
     uptime_s: u64,
 }
 
@@ -108,12 +125,35 @@ impl Snapshot {
         Ok(out)
     }
 
-    fn catalog(out: &mut Families<'_>, stats: &CatalogStats) -> fmt::Result {
-        let tiers = [("host", &stats.host), ("nvme", &stats.nvme)];
+    /// The tiers with their labels, the device tier once for each GPU.
+    fn tiers<'a>(&self, stats: &'a CatalogStats) -> Vec<(Labels, &'a TierUse)> {
+        let label = |name: &str| vec![("tier", name.to_owned())];
+        let mut tiers = vec![(label("host"), &stats.host), (label("nvme"), &stats.nvme)];
+        for (gpu, tier) in self.gpus.iter().zip(&stats.device) {
+            let mut labels = label("device");
+            labels.push(("gpu", gpu.uuid.clone()));
+            tiers.push((labels, tier));
+        }
+        tiers
+    }
+
+    fn gpus(&self, out: &mut Families<'_>) -> fmt::Result {
+        let rows = |read: fn(&GpuStatus) -> bool| -> Vec<(Labels, u64)> {
+            let row = |gpu: &GpuStatus| (vec![("gpu", gpu.uuid.clone())], u64::from(read(gpu)));
+            self.gpus.iter().map(row).collect()
+        };
+        out.gauge("kvtide_gpu_off", "1 while a GPU is not used", rows(|gpu| gpu.off.is_some()))?;
+        out.gauge(
+            "kvtide_gpu_unwell",
+            "1 while the driver is stuck on a GPU, see status",
+            rows(|gpu| gpu.health != devices::HEALTHY),
+        )
+    }
+
+    fn catalog(&self, out: &mut Families<'_>, stats: &CatalogStats) -> fmt::Result {
+        let tiers = self.tiers(stats);
         let tier = |read: fn(&TierUse) -> u64| -> Vec<(Labels, u64)> {
-            let row =
-                |(name, tier): &(&str, &TierUse)| (vec![("tier", (*name).to_owned())], read(tier));
-            tiers.iter().map(row).collect()
+            tiers.iter().map(|(labels, tier)| (labels.clone(), read(tier))).collect()
         };
         out.gauge(
             "kvtide_tier_capacity_bytes",
@@ -174,8 +214,9 @@ impl Collector for Snapshot {
     fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let mut out = Families { encoder };
         if let Some(stats) = &self.catalog {
-            Snapshot::catalog(&mut out, stats)?;
+            self.catalog(&mut out, stats)?;
         }
+        self.gpus(&mut out)?;
         let service = &self.service;
         let rows = |label: &'static str, list: &[(String, u64)]| -> Vec<(Labels, u64)> {
             list.iter().map(|(name, count)| (vec![(label, name.clone())], *count)).collect()
@@ -200,7 +241,7 @@ impl Collector for Snapshot {
         out.counter(
             "kvtide_tenant_loaded_blocks",
             "Blocks loaded",
-            tenants(|t| t.loaded_host + t.loaded_nvme),
+            tenants(|t| t.loaded_device + t.loaded_host + t.loaded_nvme),
         )?;
         out.counter("kvtide_tenant_missed_blocks", "Blocks missed", tenants(|t| t.missed))?;
         out.counter("kvtide_tenant_stored_blocks", "Blocks stored", tenants(|t| t.stored))?;
@@ -258,17 +299,40 @@ mod tests {
 
     use super::*;
 
+    fn gpu(uuid: &str, health: &str) -> GpuStatus {
+        GpuStatus {
+            uuid: uuid.into(),
+            name: "Fake GPU 0".into(),
+            driver: "13.0".into(),
+            pool_bytes: 1 << 20,
+            health: health.into(),
+            off: None,
+        }
+    }
+
+    #[test]
+    fn health_names_the_gpu_that_is_stuck() {
+        let gpus = [gpu("GPU-a", devices::HEALTHY), gpu("GPU-b", "1 import closes for 9 s")];
+        assert_eq!(health_text("ok", &gpus), "ok\nGPU-b: 1 import closes for 9 s\n");
+        assert_eq!(health_text("draining", &gpus[..1]), "draining\n");
+    }
+
     #[test]
     fn metrics_have_units_labels_and_totals() {
         let mut catalog = CatalogStats::default();
         catalog.host.bytes_in = 7;
         catalog.missed = vec![(MissReason::NoRoom, 3)];
+        catalog.device = vec![TierUse { used_bytes: 9, ..TierUse::default() }];
+        let gpus = vec![gpu("GPU-a", "1 import closes for 9 s")];
         let service = ServiceStats { calls: vec![("load".into(), 2)], ..Default::default() };
         let tenants = vec![TenantStats { tenant: "a".into(), sessions: 4, ..Default::default() }];
-        let snapshot = Snapshot { catalog: Some(catalog), service, tenants, uptime_s: 5 };
+        let snapshot = Snapshot { catalog: Some(catalog), service, tenants, gpus, uptime_s: 5 };
         let text = snapshot.render().unwrap();
         for line in [
             "kvtide_tier_in_bytes_total{tier=\"host\"} 7",
+            "kvtide_tier_used_bytes{tier=\"device\",gpu=\"GPU-a\"} 9",
+            "kvtide_gpu_unwell{gpu=\"GPU-a\"} 1",
+            "kvtide_gpu_off{gpu=\"GPU-a\"} 0",
             "kvtide_missed_blocks_total{reason=\"no_room\"} 3",
             "kvtide_calls_total{verb=\"load\"} 2",
             "kvtide_sessions{tenant=\"a\"} 4",

@@ -22,6 +22,7 @@ use tokio::sync::oneshot;
 
 use crate::config::{Caller, Config, NvmeIo, ServiceLimits, Tenants, show_bytes};
 use crate::counters::ServiceCounters;
+use crate::devices;
 use crate::session::{Session, TenantCounters};
 
 /// Owners that the configuration no longer names have numbers from here on.
@@ -91,6 +92,7 @@ impl App {
         let handle = node.handle();
         let mut notes = config.notes.clone();
         notes.extend(start_notes(&handle.report()));
+        notes.extend(devices::start_notes(&config.device, &handle.report()));
         let own_session = handle
             .open_session(OWN_TENANT, Arc::new(|_, _| {}))
             .map_err(|_| std::io::Error::other("the catalog refuses its first session"))?;
@@ -352,6 +354,7 @@ fn node_config(config: &Config, folder: &Arc<StoreFolder>) -> NodeConfig {
     NodeConfig {
         host: HostConfig { bytes: config.host.bytes, slab_bytes: config.host.slab_bytes },
         nvme,
+        devices: devices::node_devices(&config.device),
         copy_threads: config.copy_threads,
         limits: Limits { sessions, ..config.limits.catalog },
         retire: Some(retire_in(folder)),
@@ -384,7 +387,6 @@ fn start_notes(report: &NodeReport) -> Vec<String> {
     } else {
         notes.push("nvme tier: off".to_owned());
     }
-    notes.push("device tier: off, this build has none".to_owned());
     notes
 }
 

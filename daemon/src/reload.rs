@@ -76,6 +76,7 @@ fn needs_restart(old: &Config, new: &Config) -> Vec<String> {
         ("daemon.socket", old.socket != new.socket),
         ("daemon.copy_threads", old.copy_threads != new.copy_threads),
         ("nvme.folder", old.store != new.store),
+        ("device", old.device != new.device),
         ("tenant or shared or admin.uids", old.tenants != new.tenants),
         ("admin.metrics", old.metrics != new.metrics),
         ("log.format", old.log.format != new.log.format),

@@ -10,10 +10,10 @@ use kvtide_tiers::movement::Node;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::app::{App, AppError};
-use crate::config::{Args, Config, show_bytes};
+use crate::config::{Args, Config, DeviceUse, show_bytes};
 use crate::listener::Listener;
 use crate::log::LogLevel;
-use crate::{admin, drain, log, notify, reload};
+use crate::{admin, devices, drain, log, notify, reload};
 
 /// Bad usage or configuration.
 const EXIT_USAGE: u8 = 2;
@@ -95,6 +95,11 @@ async fn serve(
     for note in &app.notes {
         tracing::info!("{note}");
     }
+    let device = &app.config.device;
+    if let (DeviceUse::On, Some(why)) = (device.enabled, devices::off(device, &app.node().report()))
+    {
+        tracing::warn!("`device.enabled` is true, but the device tier is off: {why}");
+    }
     let mut term = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut hang_up = signal(SignalKind::hangup())?;
@@ -152,6 +157,7 @@ fn print_config(config: &Config) {
         Some(nvme) => println!("nvme          {}", show_bytes(nvme.bytes)),
         None => println!("nvme          off"),
     }
+    println!("device        {}", config.device);
     println!("copy threads  {}", config.copy_threads);
     println!("metrics       {:?}", config.metrics);
     for tenant in &config.tenants.list {

@@ -10,7 +10,7 @@ use kvtide_client::protocol::{
     PROTOCOL_VERSION, Pinned, StatsReply, StatusReport, TicketEnd, TicketReply, VersionInfo,
     WireForget, WireInspect, WireLoad, WirePrefix, WireStore, unpack_keys,
 };
-use kvtide_tiers::block::{BlockKey, NamespaceId, RegionLayout};
+use kvtide_tiers::block::{BlockKey, GpuRegionSpec, NamespaceId, RegionLayout};
 use kvtide_tiers::catalog::{
     Forget, InspectPage, InspectQuery, LeaseId, LoadBlock, LookupReply, PinId, PrefixQuery,
     Refusal, RegionId, Reply, Request, StoreBlock, TicketId,
@@ -20,7 +20,8 @@ use tarpc::context::Context;
 
 use crate::app::App;
 use crate::counters::ServiceCounters;
-use crate::session::Session;
+use crate::gpu;
+use crate::session::{RegionKind, Session};
 use crate::touches::Touch;
 
 /// Longest time that a call may wait for tickets.
@@ -200,8 +201,10 @@ impl Service {
         }
         let blocks = keys.into_iter().zip(load.places);
         let blocks = blocks.map(|(key, place)| LoadBlock { key, place }).collect();
-        let (lease, region) = (load.lease, load.region);
-        self.ticket(Request::Load { lease, namespace, region, blocks }, wait_ms).await
+        let (lease, region, after_event) = (load.lease, load.region, load.after_event);
+        gpu::check_event(&self.session, region, after_event)?;
+        let request = Request::Load { lease, namespace, region, after_event, blocks };
+        self.ticket(request, wait_ms).await
     }
 
     async fn do_store(&self, store: WireStore, wait_ms: u32) -> Result<TicketReply, CallError> {
@@ -227,8 +230,10 @@ impl Service {
                 place,
             })
             .collect();
-        let (conversation, region) = (store.conversation, store.region);
-        self.ticket(Request::Store { namespace, conversation, region, blocks }, wait_ms).await
+        let WireStore { conversation, region, after_event, .. } = store;
+        gpu::check_event(&self.session, region, after_event)?;
+        let request = Request::Store { namespace, conversation, region, after_event, blocks };
+        self.ticket(request, wait_ms).await
     }
 
     async fn do_register(&self, fd: u64, layout: RegionLayout) -> Result<RegionId, CallError> {
@@ -246,7 +251,7 @@ impl Service {
             let room = room.map_err(CallError::Invalid)?;
             let region = Region::new(memory, layout).map_err(invalid)?;
             let id = app.node().register_region(session.id, region).map_err(CallError::Busy)?;
-            room.keep(id);
+            room.keep(id, RegionKind::Host);
             Ok(id)
         });
         registered.await.unwrap_or_else(|_| Err(odd_reply()))
@@ -403,8 +408,21 @@ impl Kvtide for Service {
         self.done(self.do_register(fd, layout).await)
     }
 
-    async fn unregister_region(self, _: Context, region: RegionId) -> Result<(), CallError> {
+    async fn register_gpu_region(
+        self,
+        context: Context,
+        spec: GpuRegionSpec,
+    ) -> Result<RegionId, CallError> {
+        self.called("register_gpu_region");
+        self.done(gpu::register(&self.app, &self.session, spec, context.deadline).await)
+    }
+
+    async fn unregister_region(self, context: Context, region: RegionId) -> Result<(), CallError> {
         self.called("unregister_region");
+        if matches!(self.session.region_kind(region), Some(RegionKind::Gpu { .. })) {
+            let ended = gpu::unregister(&self.app, &self.session, region, context.deadline).await;
+            return self.done(ended);
+        }
         let (app, session) = (Arc::clone(&self.app), Arc::clone(&self.session));
         let ended = tokio::task::spawn_blocking(move || {
             // Waits for copies that are under way.

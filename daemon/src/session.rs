@@ -30,6 +30,7 @@ pub struct TenantCounters {
     pub lookup_keys: AtomicU64,
     /// Keys found.
     pub lookup_hits: AtomicU64,
+    loaded_device: AtomicU64,
     loaded_host: AtomicU64,
     loaded_nvme: AtomicU64,
     missed: AtomicU64,
@@ -41,8 +42,9 @@ impl TenantCounters {
     fn count(&self, outcomes: &[Outcome]) {
         for outcome in outcomes {
             let counter = match outcome {
+                Outcome::Loaded(Tier::Device) => &self.loaded_device,
+                Outcome::Loaded(Tier::Host) => &self.loaded_host,
                 Outcome::Loaded(Tier::Nvme) => &self.loaded_nvme,
-                Outcome::Loaded(_) => &self.loaded_host,
                 Outcome::Missed(_) => &self.missed,
                 Outcome::Stored | Outcome::Present => &self.stored,
                 Outcome::Busy | Outcome::Rejected(_) => &self.not_stored,
@@ -61,6 +63,7 @@ impl TenantCounters {
             lookups: read(&self.lookups),
             lookup_keys: read(&self.lookup_keys),
             lookup_hits: read(&self.lookup_hits),
+            loaded_device: read(&self.loaded_device),
             loaded_host: read(&self.loaded_host),
             loaded_nvme: read(&self.loaded_nvme),
             missed: read(&self.missed),
@@ -88,30 +91,47 @@ pub struct Session {
     pub touches: Arc<Touches>,
     namespaces: Mutex<HashSet<NamespaceId>>,
     descriptors: Mutex<Descriptors>,
-    regions: Mutex<RegionBytes>,
+    regions: Mutex<Regions>,
 }
 
 #[derive(Default)]
-struct RegionBytes {
+struct Regions {
     used: u64,
-    regions: HashMap<RegionId, u64>,
+    known: HashMap<RegionId, KnownRegion>,
+}
+
+struct KnownRegion {
+    bytes: u64,
+    memory: RegionKind,
+}
+
+/// What a region is made of.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum RegionKind {
+    /// Shared host memory.
+    Host,
+    /// GPU memory with a ring of so many events.
+    Gpu {
+        /// Events of the ring; 0 when the engine synchronizes.
+        events: usize,
+    },
 }
 
 /// Room for the bytes of one region; given back when it is dropped and not kept.
-pub struct RegionRoom<'a> {
-    session: &'a Session,
+pub struct RegionRoom {
+    session: Arc<Session>,
     bytes: u64,
 }
 
-impl RegionRoom<'_> {
+impl RegionRoom {
     /// The region is registered.
-    pub fn keep(mut self, region: RegionId) {
+    pub fn keep(mut self, region: RegionId, memory: RegionKind) {
         let bytes = std::mem::take(&mut self.bytes);
-        lock(&self.session.regions).regions.insert(region, bytes);
+        lock(&self.session.regions).known.insert(region, KnownRegion { bytes, memory });
     }
 }
 
-impl Drop for RegionRoom<'_> {
+impl Drop for RegionRoom {
     fn drop(&mut self) {
         let mut regions = lock(&self.session.regions);
         regions.used = regions.used.saturating_sub(self.bytes);
@@ -174,7 +194,7 @@ impl Session {
     ///
     /// # Errors
     /// All regions together would be larger than `max` bytes; the text says so.
-    pub fn region_room(&self, bytes: u64, max: u64) -> Result<RegionRoom<'_>, String> {
+    pub fn region_room(self: &Arc<Self>, bytes: u64, max: u64) -> Result<RegionRoom, String> {
         let mut regions = lock(&self.regions);
         let used = regions.used.saturating_add(bytes);
         if used > max {
@@ -184,14 +204,20 @@ impl Session {
             ));
         }
         regions.used = used;
-        Ok(RegionRoom { session: self, bytes })
+        drop(regions);
+        Ok(RegionRoom { session: Arc::clone(self), bytes })
     }
 
     /// A region is registered no more.
     pub fn region_ended(&self, region: RegionId) {
         let mut regions = lock(&self.regions);
-        let bytes = regions.regions.remove(&region).unwrap_or(0);
+        let bytes = regions.known.remove(&region).map_or(0, |known| known.bytes);
         regions.used = regions.used.saturating_sub(bytes);
+    }
+
+    /// What a region of the session is made of; `None` for one that it does not have.
+    pub fn region_kind(&self, region: RegionId) -> Option<RegionKind> {
+        lock(&self.regions).known.get(&region).map(|known| known.memory)
     }
 
     /// Keeps a descriptor for a region; answers the number under which it is found. Descriptors

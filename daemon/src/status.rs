@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use kvtide_client::protocol::{PROTOCOL_VERSION, StatusReport};
 
 use crate::app::{App, io_words};
+use crate::devices;
 use crate::session::Session;
 
 /// The report for one caller.
@@ -29,7 +30,8 @@ pub fn report(app: &App, session: &Session) -> StatusReport {
         host_pages: node.pages.name().to_owned(),
         nvme_bytes: node.nvme.as_ref().map_or(0, |nvme| nvme.geometry.store_bytes()),
         nvme_io: io_words(&node),
-        device: "off: this build has no device tier".to_owned(),
+        device: devices::words(&app.config.device, &node),
+        devices: devices::status(&node),
         notes: app.notes.clone(),
         sessions,
         tenants: match caller.operator {

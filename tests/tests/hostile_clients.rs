@@ -291,7 +291,7 @@ impl Liar {
     ) -> Result<TicketReply, CallError> {
         let keys = pack_keys(self.keys().iter().take(places.len()));
         let (lease, namespace, places) = (LeaseId(lease), self.space.id, places.to_vec());
-        let load = WireLoad { lease, namespace, region, keys, places };
+        let load = WireLoad { lease, namespace, region, after_event: None, keys, places };
         self.peer.stub.load(soon(), load, 10_000).await.unwrap()
     }
 
@@ -301,6 +301,7 @@ impl Liar {
             namespace: self.space.id,
             conversation: 0,
             region: self.region,
+            after_event: None,
             keys: pack_keys(&keys),
             parents: pack_keys(std::iter::once(&BlockKey::ROOT).chain(&keys).take(keys.len())),
             blocks: blocks.to_vec(),

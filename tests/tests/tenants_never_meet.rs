@@ -125,6 +125,7 @@ impl Tenant {
             namespace: space,
             conversation: CONVERSATION,
             region,
+            after_event: None,
             keys: pack_keys(keys),
             parents: pack_keys(parents),
             blocks: (0..).take(keys.len()).map(|at| (at, 4, at)).collect(),
@@ -140,7 +141,14 @@ impl Tenant {
         keys: &[BlockKey],
     ) -> Result<Vec<Outcome>, CallError> {
         let places = (0..).take(keys.len()).collect();
-        let load = WireLoad { lease, namespace: space, region, keys: pack_keys(keys), places };
+        let load = WireLoad {
+            lease,
+            namespace: space,
+            region,
+            after_event: None,
+            keys: pack_keys(keys),
+            places,
+        };
         Ok(ended(self.peer.stub.load(soon(), load, WAIT_MS).await.unwrap()?))
     }
 
@@ -323,7 +331,8 @@ async fn tickets_and_regions_are_ones_own(victim: &Tenant, intruder: &Tenant, le
 
     let places = (0..BLOCKS).collect();
     let (namespace, region) = (victim.space.id, victim.region);
-    let load = WireLoad { lease, namespace, region, keys: pack_keys(&keys), places };
+    let load =
+        WireLoad { lease, namespace, region, after_event: None, keys: pack_keys(&keys), places };
     let pending = victim.peer.stub.load(soon(), load, 0).await.unwrap().unwrap();
     let TicketReply::Pending(ticket) = pending else { panic!("{pending:?}") };
     for _ in 0..2 {

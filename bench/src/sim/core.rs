@@ -6,9 +6,9 @@ use anyhow::{Context, bail, ensure};
 use kvtide_tiers::{
     block::{BlockKey, Codec, ElementType, NamespaceId, Sum128},
     catalog::{
-        Action, AskId, Catalog, CatalogConfig, CatalogStats, Event, LeaseId, Limit, Limits,
-        LoadBlock, NamespaceInfo, NvmeShape, Outcome, Policy, PrefixQuery, RegionId, Reply,
-        Request, SessionId, StoreBlock, TenantId, Tier, Timestamp,
+        Action, AskId, Catalog, CatalogConfig, CatalogStats, DeviceShape, Event, GpuId, LeaseId,
+        Limit, Limits, LoadBlock, NamespaceInfo, NvmeShape, Outcome, Policy, PrefixQuery, RegionId,
+        Reply, Request, SessionId, StoreBlock, TenantId, Tier, Timestamp,
     },
     movement::{NodeConfig, NvmeConfig},
 };
@@ -40,6 +40,17 @@ impl Loaded {
     }
 }
 
+/// Capacities, bytes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct TierBytes {
+    /// Of a GPU's pool, if there is one.
+    pub(super) device: Option<u64>,
+    pub(super) host: u64,
+    pub(super) nvme: Option<u64>,
+    /// Of a block.
+    pub(super) block: u64,
+}
+
 /// A catalog and its made-up surroundings.
 pub(super) struct Core {
     catalog: Catalog,
@@ -62,13 +73,9 @@ impl Core {
     }
 
     /// The tiers of a daemon with these capacities.
-    pub(super) fn tiers(
-        policy: &str,
-        host_bytes: u64,
-        nvme_bytes: Option<u64>,
-        block_bytes: u64,
-    ) -> anyhow::Result<Core> {
-        let block_bytes = u32::try_from(block_bytes).context("blocks must be below 4 GiB")?;
+    pub(super) fn tiers(policy: &str, sizes: &TierBytes) -> anyhow::Result<Core> {
+        let TierBytes { device, host: host_bytes, nvme: nvme_bytes, block } = *sizes;
+        let block_bytes = u32::try_from(block).context("blocks must be below 4 GiB")?;
         // The daemon's own way from sizes to shapes.
         let node = NodeConfig::new(host_bytes);
         let slab_bytes = node.host.slab();
@@ -79,6 +86,7 @@ impl Core {
         );
         let mut config = config(policy, host_bytes, slab_bytes)?;
         (config.clean_percent, config.idle_ms) = (node.clean_percent, node.idle_ms);
+        config.devices.extend(device.map(DeviceShape::of));
         if let Some(bytes) = nvme_bytes {
             let mut nvme = NvmeConfig::new(PathBuf::new(), bytes);
             nvme.block_bytes_min = block_bytes;
@@ -99,6 +107,8 @@ impl Core {
     }
 
     fn start(config: CatalogConfig, block_bytes: u32) -> Core {
+        // With a GPU, the client's region is on it.
+        let gpu = (!config.devices.is_empty()).then_some(GpuId(0));
         let mut core = Core {
             catalog: Catalog::new(config),
             now: Timestamp(1),
@@ -122,6 +132,7 @@ impl Core {
             region: REGION,
             places: PLACES,
             block_bytes,
+            gpu,
         });
         core.run();
         core
@@ -200,7 +211,13 @@ impl Core {
     ) -> anyhow::Result<()> {
         let place = |(key, place): (&BlockKey, u32)| LoadBlock { key: *key, place };
         let blocks = keys.iter().zip(0..).map(place).collect();
-        self.ask(Request::Load { lease, namespace: NAMESPACE, region: REGION, blocks })?;
+        self.ask(Request::Load {
+            lease,
+            namespace: NAMESPACE,
+            region: REGION,
+            after_event: None,
+            blocks,
+        })?;
         let outcomes = self.ended.take().context("a load did not end")?;
         ensure!(outcomes.len() == keys.len(), "a load of {} ended oddly", keys.len());
         for outcome in outcomes {
@@ -243,8 +260,13 @@ impl Core {
             StoreBlock { key, parent, position, tokens: 1, place }
         };
         let blocks = blocks.iter().zip(0..).map(block).collect();
-        let request =
-            Request::Store { namespace: NAMESPACE, conversation: 1, region: REGION, blocks };
+        let request = Request::Store {
+            namespace: NAMESPACE,
+            conversation: 1,
+            region: REGION,
+            after_event: None,
+            blocks,
+        };
         self.ask(request)?;
         let mut no_room = 0;
         for outcome in self.ended.take().context("a store did not end")? {
@@ -309,6 +331,7 @@ impl Core {
                 Event::Compared { op, result: Ok(sum_of(&key)) }
             }
             Action::Scatter { op, .. } => Event::Scattered { op, result: Ok(()) },
+            Action::Demote { op, .. } => Event::Demoted { op, result: Ok(()) },
             Action::Read { op, .. } => Event::Read { op, result: Ok(()) },
             Action::Encode { op, .. } => Event::Encoded { op, result: None },
             Action::Write { op, .. } => Event::Written { op, result: Ok(()) },
@@ -343,6 +366,7 @@ fn config(policy: &str, host_bytes: u64, slab_bytes: u32) -> anyhow::Result<Cata
         host_bytes,
         slab_bytes,
         host_policy,
+        devices: Vec::new(),
         nvme: None,
         // Paths may be longer than what a client may ask at once.
         limits: Limits { keys_per_call: 1 << 20, ..Limits::default() },

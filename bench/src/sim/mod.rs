@@ -20,7 +20,7 @@ use kvtide_tiers::{
 };
 use serde_json::json;
 
-use self::core::Core;
+use self::core::{Core, TierBytes};
 use crate::{
     report::{Progress, Summary, Table, say_json},
     trace::{TraceReader, TraceRequest},
@@ -41,12 +41,15 @@ pub struct SimArgs {
     #[arg(long, default_value = "lru", value_parser = POLICY_NAMES)]
     pub policy: String,
     /// One tier of so many blocks, instead of tiers of bytes.
-    #[arg(long, conflicts_with_all = ["host_bytes", "nvme_bytes"],
+    #[arg(long, conflicts_with_all = ["device_bytes", "host_bytes", "nvme_bytes"],
           value_parser = clap::value_parser!(u64).range(1..=1 << 31))]
     pub capacity_blocks: Option<u64>,
     /// Bytes of a block.
     #[arg(long, default_value = "64KiB", value_parser = parse_bytes)]
     pub block_bytes: u64,
+    /// Capacity of the pool of one GPU, on which the clients' memory is then. Default: no GPU.
+    #[arg(long, value_parser = parse_bytes)]
+    pub device_bytes: Option<u64>,
     /// Capacity of the host tier.
     #[arg(long, default_value = "1GiB", value_parser = parse_bytes)]
     pub host_bytes: u64,
@@ -95,7 +98,15 @@ pub fn simulate(args: &SimArgs) -> anyhow::Result<SimResult> {
     let mut reader = TraceReader::open(&args.trace)?;
     let mut core = match args.capacity_blocks {
         Some(blocks) => Core::one_tier(&args.policy, blocks)?,
-        None => Core::tiers(&args.policy, args.host_bytes, args.nvme_bytes, args.block_bytes)?,
+        None => {
+            let sizes = TierBytes {
+                device: args.device_bytes,
+                host: args.host_bytes,
+                nvme: args.nvme_bytes,
+                block: args.block_bytes,
+            };
+            Core::tiers(&args.policy, &sizes)?
+        }
     };
     let progress = Progress::new(total);
     let started = Instant::now();
@@ -180,6 +191,11 @@ fn table(result: &SimResult) -> Table {
     let rows = [
         ("requests", summary.requests, format!("{:.2} s", summary.seconds)),
         ("block references", blocks, String::new()),
+        (
+            "  hit in GPU memory",
+            summary.blocks_hit_device,
+            show_ratio(summary.blocks_hit_device, blocks),
+        ),
         ("  hit in host RAM", summary.blocks_hit_host, show_ratio(summary.blocks_hit_host, blocks)),
         ("  hit on nvme", summary.blocks_hit_nvme, show_ratio(summary.blocks_hit_nvme, blocks)),
         ("  hit in all", summary.blocks_hit(), show_ratio(summary.blocks_hit(), blocks)),

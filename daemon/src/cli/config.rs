@@ -122,7 +122,10 @@ fn settings(config: &Config) -> Vec<Setting> {
             },
         );
     }
-    list.flag("device.enabled", false);
+    list.text("device.enabled", config.device.enabled.name());
+    list.bytes("device.pool_bytes", config.device.pool_bytes);
+    let gpus: Vec<String> = config.device.gpus.iter().map(|gpu| gpu.to_string()).collect();
+    list.text("device.gpus", if gpus.is_empty() { "all".to_owned() } else { gpus.join(", ") });
     for tenant in &config.tenants.list {
         let (uids, gids) = (&tenant.uids, &tenant.gids);
         let codec = tenant.codec;

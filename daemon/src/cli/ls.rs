@@ -8,7 +8,7 @@ use kvtide_tiers::block::NamespaceId;
 use kvtide_tiers::catalog::{InspectRow, Tier};
 use serde::Serialize;
 
-use super::args::{By, Ls, Sort, TierName};
+use super::args::{By, Ls, Sort};
 use super::error::CliError;
 use super::namespaces;
 use super::out::Out;
@@ -20,6 +20,8 @@ use super::table::{Align, Table, bytes, count, span};
 struct Sum {
     blocks: u64,
     tokens: u64,
+    device_blocks: u64,
+    device_bytes: u64,
     host_blocks: u64,
     host_bytes: u64,
     nvme_blocks: u64,
@@ -35,10 +37,15 @@ struct Sum {
 impl Sum {
     /// Adds a block, as far as it lies in `tier` (or in any).
     fn add(&mut self, row: &InspectRow, tier: Option<Tier>) {
+        let device = row.device.is_some() && tier.is_none_or(|tier| tier == Tier::Device);
         let host = row.host && tier.is_none_or(|tier| tier == Tier::Host);
         let nvme = row.nvme.filter(|_| tier.is_none_or(|tier| tier == Tier::Nvme));
         self.blocks += 1;
         self.tokens += u64::from(row.tokens);
+        if device {
+            self.device_blocks += 1;
+            self.device_bytes += u64::from(row.raw_bytes);
+        }
         if host {
             self.host_blocks += 1;
             self.host_bytes += u64::from(row.raw_bytes);
@@ -81,6 +88,8 @@ struct Block {
     position: u32,
     tokens: u32,
     raw_bytes: u32,
+    /// In the memory of this GPU, numbered as `status` lists them.
+    device: Option<u8>,
     host: bool,
     nvme: bool,
     nvme_bytes: Option<u32>,
@@ -97,11 +106,6 @@ struct Blocks {
 }
 
 pub(crate) fn run(args: &Ls, remote: &Remote, out: Out) -> Result<(), CliError> {
-    if args.tier == Some(TierName::Device) {
-        return Err(CliError::Usage(
-            "the device tier is not built yet; --tier takes host or nvme".to_owned(),
-        ));
-    }
     let known = remote.namespaces()?;
     let chosen = choose(args, &known)?;
     let query =
@@ -164,13 +168,14 @@ fn groups(args: &Ls, rows: &[InspectRow], known: &[NamespaceRow]) -> Groups {
                 sums.entry(tenant.to_owned()).or_default().1.add(row, tier);
             }
             By::Tier => {
-                for (name, one) in [("host", Tier::Host), ("nvme", Tier::Nvme)] {
+                for one in [Tier::Device, Tier::Host, Tier::Nvme] {
                     let there = match one {
+                        Tier::Device => row.device.is_some(),
                         Tier::Host => row.host,
-                        _ => row.nvme.is_some(),
+                        Tier::Nvme => row.nvme.is_some(),
                     };
                     if there && tier.is_none_or(|tier| tier == one) {
-                        sums.entry(name.to_owned()).or_default().1.add(row, Some(one));
+                        sums.entry(one.name().to_owned()).or_default().1.add(row, Some(one));
                     }
                 }
             }
@@ -204,6 +209,7 @@ fn groups_text(found: &Groups, now_s: u64) -> String {
         ("MODEL", Align::Left),
         ("BLOCKS", Align::Right),
         ("TOKENS", Align::Right),
+        ("DEVICE", Align::Right),
         ("HOST", Align::Right),
         ("NVME", Align::Right),
         ("HITS", Align::Right),
@@ -228,6 +234,7 @@ fn sum_cells(sum: &Sum, now_s: u64) -> Vec<String> {
     vec![
         count(sum.blocks),
         count(sum.tokens),
+        bytes(sum.device_bytes),
         bytes(sum.host_bytes),
         bytes(sum.nvme_bytes),
         count(sum.hits),
@@ -257,6 +264,7 @@ fn blocks(args: &Ls, mut rows: Vec<InspectRow>, known: &[NamespaceRow]) -> Block
         position: row.position,
         tokens: row.tokens,
         raw_bytes: row.raw_bytes,
+        device: row.device.map(|gpu| gpu.0),
         host: row.host,
         nvme: row.nvme.is_some(),
         nvme_bytes: row.nvme.map(|(_, _, stored)| stored),
@@ -286,12 +294,6 @@ fn blocks_text(found: &Blocks, now_s: u64) -> String {
         ("LAST USE", Align::Right),
     ]);
     for block in &found.blocks {
-        let tiers = match (block.host, block.nvme) {
-            (true, true) => "host nvme",
-            (true, false) => "host",
-            (false, true) => "     nvme",
-            (false, false) => "-",
-        };
         table.row([
             block.key.get(..16).unwrap_or(&block.key).to_owned(),
             block.namespace.to_string(),
@@ -299,7 +301,7 @@ fn blocks_text(found: &Blocks, now_s: u64) -> String {
             block.position.to_string(),
             block.tokens.to_string(),
             bytes(u64::from(block.raw_bytes)),
-            tiers.to_owned(),
+            tiers(block),
             block.hits.to_string(),
             block.pins.to_string(),
             span(Duration::from_secs(now_s.saturating_sub(block.created_s))),
@@ -308,13 +310,25 @@ fn blocks_text(found: &Blocks, now_s: u64) -> String {
     }
     let total = &found.total;
     format!(
-        "{}\n{} of {} blocks shown; host {}, nvme {}\n",
+        "{}\n{} of {} blocks shown; device {}, host {}, nvme {}\n",
         table.render(),
         count(found.blocks.len() as u64),
         count(total.blocks),
+        bytes(total.device_bytes),
         bytes(total.host_bytes),
         bytes(total.nvme_bytes)
     )
+}
+
+/// `device host nvme`, each in its column.
+fn tiers(block: &Block) -> String {
+    let name = |there: bool, tier: Tier| if there { tier.name() } else { "" };
+    let device = name(block.device.is_some(), Tier::Device);
+    let (host, nvme) = (name(block.host, Tier::Host), name(block.nvme, Tier::Nvme));
+    match format!("{device:6} {host:4} {nvme}").trim_end() {
+        "" => "-".to_owned(),
+        tiers => tiers.to_owned(),
+    }
 }
 
 /// Seconds since the Unix epoch.
@@ -337,6 +351,7 @@ mod tests {
             position,
             tokens: 16,
             raw_bytes: 65536,
+            device: (position == 1).then_some(kvtide_tiers::catalog::GpuId(0)),
             host,
             nvme: nvme.then_some((3, 1 << 32, 61440)),
             pins: position % 2,
@@ -380,7 +395,10 @@ mod tests {
         assert_eq!(by_namespace.total.oldest_created_s, 1000);
         let by_tier = groups(&args("--by tier"), &rows, &known);
         let blocks: Vec<u64> = by_tier.groups.iter().map(|group| group.sum.blocks).collect();
-        assert_eq!(blocks, [2, 2]);
+        assert_eq!(blocks, [1, 2, 2], "device, host, nvme");
+        let only = groups(&args("--by tier --tier device"), &rows, &known);
+        assert_eq!((only.groups.len(), only.groups[0].sum.device_bytes), (1, 65536));
+        assert_eq!(only.groups[0].sum.host_bytes, 0);
         let by_tenant = groups(&args("--by tenant"), &rows, &known);
         assert_eq!(by_tenant.groups.len(), 2);
         let text = groups_text(&by_tenant, 1060);
@@ -394,7 +412,8 @@ mod tests {
         let positions: Vec<u32> = found.blocks.iter().map(|block| block.position).collect();
         assert_eq!(positions, [2, 1]);
         let text = blocks_text(&found, 2000);
-        assert!(text.contains("2 of 3 blocks shown; host 128.0 KiB"), "{text}");
+        assert!(text.contains("2 of 3 blocks shown; device 64.0 KiB, host 128.0 KiB"), "{text}");
+        assert!(text.contains("device host "), "{text}");
         assert!(serde_json::to_value(&found).unwrap()["total"]["blocks"] == 3);
     }
 

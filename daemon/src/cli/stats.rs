@@ -68,9 +68,11 @@ fn catalog_text(catalog: &CatalogStats) -> String {
         ("MOVED OUT", Align::Right),
         ("EVICTED", Align::Right),
     ]);
-    for (name, tier) in [("host", &catalog.host), ("nvme", &catalog.nvme)] {
+    let gpus = catalog.device.iter().enumerate().map(|(at, tier)| (format!("device {at}"), tier));
+    let rest = [("host".to_owned(), &catalog.host), ("nvme".to_owned(), &catalog.nvme)];
+    for (name, tier) in gpus.chain(rest) {
         tiers.row([
-            name.to_owned(),
+            name,
             bytes(tier.capacity_bytes),
             bytes(tier.used_bytes),
             count(tier.blocks),
@@ -122,6 +124,7 @@ fn tenants_text(tenants: &[TenantStats]) -> String {
         ("LOOKUPS", Align::Right),
         ("KEYS", Align::Right),
         ("FOUND", Align::Right),
+        ("FROM DEVICE", Align::Right),
         ("FROM HOST", Align::Right),
         ("FROM NVME", Align::Right),
         ("MISSED", Align::Right),
@@ -135,6 +138,7 @@ fn tenants_text(tenants: &[TenantStats]) -> String {
             count(tenant.lookups),
             count(tenant.lookup_keys),
             percent(tenant.lookup_hits, tenant.lookup_keys),
+            count(tenant.loaded_device),
             count(tenant.loaded_host),
             count(tenant.loaded_nvme),
             count(tenant.missed),
@@ -159,9 +163,10 @@ fn reasons<R>(counted: &[(R, u64)], name: impl Fn(&R) -> String) -> String {
     }
 }
 
-const WATCHED: [(&str, usize); 8] = [
+const WATCHED: [(&str, usize); 9] = [
     ("LOOKUPS/s", 10),
     ("FOUND", 8),
+    ("DEVICE/s", 9),
     ("HOST/s", 9),
     ("NVME/s", 9),
     ("MISSED/s", 9),
@@ -197,6 +202,7 @@ fn watch_line(before: &StatsReply, now: &StatsReply, time: Duration) -> String {
     watch_cells(&[
         rate(|tenant| tenant.lookups),
         percent(grown(|tenant| tenant.lookup_hits), grown(|tenant| tenant.lookup_keys)),
+        rate(|tenant| tenant.loaded_device),
         rate(|tenant| tenant.loaded_host),
         rate(|tenant| tenant.loaded_nvme),
         rate(|tenant| tenant.missed),
@@ -209,7 +215,7 @@ fn watch_line(before: &StatsReply, now: &StatsReply, time: Duration) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvtide_client::MissReason;
+    use kvtide_client::{MissReason, TierUse};
 
     fn stats(lookups: u64) -> StatsReply {
         let tenant = TenantStats {
@@ -220,6 +226,7 @@ mod tests {
             ..TenantStats::default()
         };
         let catalog = CatalogStats {
+            device: vec![TierUse { blocks: 77, ..TierUse::default() }],
             missed: vec![(MissReason::Absent, 3), (MissReason::Checksum, 0)],
             ..CatalogStats::default()
         };
@@ -232,6 +239,8 @@ mod tests {
         assert!(text.contains("loads missed            3 (Absent 3)"), "{text}");
         assert!(text.contains("1,200"), "{text}");
         assert!(text.contains("25.0 %"), "{text}");
+        let device = text.lines().find(|line| line.starts_with("device 0")).unwrap();
+        assert!(device.contains(" 77 "), "{text}");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvtide_client::{StatsReply, StatusReport};
+use kvtide_client::{GpuStatus, StatsReply, StatusReport};
 use kvtide_tiers::catalog::{OfflineReason, TierUse};
 use serde::Serialize;
 
@@ -10,6 +10,7 @@ use super::error::CliError;
 use super::out::Out;
 use super::remote::Remote;
 use super::table::{Align, Table, bytes, count, pairs, percent, span};
+use crate::devices::HEALTHY;
 
 #[derive(Serialize)]
 struct Status {
@@ -44,7 +45,15 @@ fn text(status: &StatusReport, stats: &StatsReply) -> String {
         ("HOW", Align::Left),
     ]);
     let catalog = stats.catalog.as_ref();
-    table.row(["device", "-", "-", "-", "-", &status.device]);
+    let pools = catalog.map_or(&[][..], |catalog| &catalog.device);
+    match status.devices.as_slice() {
+        [] => table.row(["device", "-", "-", "-", "-", &status.device]),
+        gpus => {
+            for (at, gpu) in gpus.iter().enumerate() {
+                table.row(gpu_row(at, gpu, catalog.is_some().then(|| pools.get(at)).flatten()));
+            }
+        }
+    }
     let host = catalog.map(|catalog| &catalog.host);
     table.row(tier_row("host", status.host_bytes, host, &status.host_pages));
     let nvme = catalog.map(|catalog| &catalog.nvme);
@@ -62,6 +71,18 @@ fn text(status: &StatusReport, stats: &StatsReply) -> String {
 
 fn list(names: &[String]) -> String {
     if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+}
+
+/// One GPU: its pool, and how it is.
+fn gpu_row(at: usize, gpu: &GpuStatus, pool: Option<&TierUse>) -> Vec<String> {
+    let GpuStatus { uuid, name, driver, health, .. } = gpu;
+    let state = match &gpu.off {
+        Some(why) => format!("OFF: {why}"),
+        None if health == HEALTHY => health.clone(),
+        None => format!("UNWELL: {health}"),
+    };
+    let how = format!("{uuid}, {name}, driver {driver}, {state}");
+    tier_row(&format!("device {at}"), gpu.pool_bytes, pool, &how)
 }
 
 fn tier_row(name: &str, capacity: u64, used: Option<&TierUse>, how: &str) -> Vec<String> {
@@ -116,6 +137,33 @@ mod tests {
         assert!(text.contains("50.0 %"), "{text}");
         assert!(text.contains("7, up 1 min 01 s"), "{text}");
         assert!(text.contains("- nvme: recovered 3 segments"), "{text}");
+    }
+
+    #[test]
+    fn each_gpu_has_its_row_and_a_stuck_one_is_named() {
+        let gpu = |uuid: &str, health: &str, off: Option<&str>| GpuStatus {
+            uuid: uuid.into(),
+            name: "NVIDIA H200".into(),
+            driver: "13.0".into(),
+            pool_bytes: 1 << 30,
+            health: health.into(),
+            off: off.map(str::to_owned),
+        };
+        let devices = vec![
+            gpu("GPU-a", HEALTHY, None),
+            gpu("GPU-b", "1 import closes for 12 s", None),
+            gpu("GPU-c", HEALTHY, Some("error 700 of cuLaunchKernel")),
+        ];
+        let status = StatusReport { devices, ..StatusReport::default() };
+        let used = TierUse { used_bytes: 1 << 29, blocks: 7, ..TierUse::default() };
+        let catalog = CatalogStats { device: vec![used; 3], ..CatalogStats::default() };
+        let stats = StatsReply { catalog: Some(catalog), ..StatsReply::default() };
+        let text = text(&status, &stats);
+        let line = |name: &str| text.lines().find(|line| line.starts_with(name)).unwrap();
+        assert!(line("device 0").contains("512.0 MiB (50.0 %)"), "{text}");
+        assert!(line("device 0").ends_with("GPU-a, NVIDIA H200, driver 13.0, ok"), "{text}");
+        assert!(line("device 1").ends_with("UNWELL: 1 import closes for 12 s"), "{text}");
+        assert!(line("device 2").ends_with("OFF: error 700 of cuLaunchKernel"), "{text}");
     }
 
     #[test]

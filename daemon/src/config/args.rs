@@ -6,7 +6,7 @@ use clap::{Parser, ValueEnum};
 
 use super::parse_bytes;
 
-/// kvtided, the daemon that keeps KV cache blocks in host RAM and on NVMe.
+/// kvtided, the daemon that keeps KV cache blocks in GPU memory, in host RAM and on NVMe.
 ///
 /// Starts without any configuration. What is given here goes before what the file says.
 ///
@@ -39,6 +39,12 @@ pub struct Args {
     /// The smallest block for which descriptor areas have room. Fixed when the store is made.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub block_bytes_min: Option<u64>,
+    /// GPU memory in which blocks are kept, for each GPU, like 4GiB; 0 keeps none there.
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    pub device_pool_bytes: Option<u64>,
+    /// Use this driver library instead of the machine's. For tests only.
+    #[arg(long, value_name = "FILE", hide = true)]
+    pub device_library: Option<PathBuf>,
     /// Metrics and health: a loopback address with port, unix:PATH, or off.
     #[arg(long, value_name = "ADDRESS|off")]
     pub metrics: Option<String>,

@@ -10,6 +10,7 @@ use kvtide_tiers::block::Codec;
 use kvtide_tiers::catalog::TenantId;
 use kvtide_tiers::segment::{BLOCK_BYTES_MIN_DEFAULT, SEGMENT_BYTES_RANGE, StoreGeometry};
 
+use super::device::{DeviceSettings, POOL_BYTES_ALLOWED, pool_bytes_allowed};
 use super::file::{BYTES_MAX, FileConfig, HOST_BYTES_MIN, parse_metrics, read_file};
 use super::machine;
 use super::read::{ConfigError, Found, Problem, Reader, bytes_allowed, show_bytes};
@@ -100,6 +101,7 @@ impl Build<'_> {
                 .unwrap_or((cores / 2).clamp(1, 8)),
             host,
             nvme,
+            device: self.device(file.device),
             limits: file.limits,
             tenants,
             metrics,
@@ -211,6 +213,20 @@ impl Build<'_> {
             io: super::NvmeIo::Auto,
             fault,
         })
+    }
+
+    fn device(&mut self, mut device: DeviceSettings) -> DeviceSettings {
+        if let Some(bytes) = self.args.device_pool_bytes {
+            if !pool_bytes_allowed(bytes) {
+                let what = format!("the size is {}", show_bytes(bytes));
+                self.option("--device-pool-bytes", what, POOL_BYTES_ALLOWED);
+            }
+            device.pool_bytes = bytes;
+        }
+        if let Some(library) = &self.args.device_library {
+            device.library = Some(library.clone());
+        }
+        device
     }
 
     fn problem_at(&mut self, line: usize, option: &str, what: String, allowed: impl Into<String>) {

@@ -8,8 +8,9 @@ use kvtide_tiers::catalog::Limits;
 use kvtide_tiers::segment::SEGMENT_BYTES_RANGE;
 
 use super::args::LogFormat;
+use super::device::read_device;
 use super::read::{Found, Reader, Section};
-use super::{MetricsAddress, NvmeIo, ServiceLimits};
+use super::{DeviceSettings, MetricsAddress, NvmeIo, ServiceLimits};
 
 /// The smallest host tier.
 pub(super) const HOST_BYTES_MIN: u64 = 4 << 20;
@@ -32,6 +33,7 @@ pub(super) struct FileConfig {
     pub(super) block_bytes_min: Option<u64>,
     pub(super) queue_depth: Option<u64>,
     pub(super) io: Option<NvmeIo>,
+    pub(super) device: DeviceSettings,
     pub(super) limits: ServiceLimits,
     pub(super) tenants: Vec<FileTenant>,
     pub(super) shared: Vec<FileShared>,
@@ -69,12 +71,8 @@ pub(super) fn read_file(reader: &mut Reader<'_>) -> FileConfig {
     if let Some(section) = root.section(reader, "nvme") {
         read_nvme(reader, section, &mut file);
     }
-    if let Some(mut section) = root.section(reader, "device") {
-        if let Some(Found { value: true, line }) = section.flag(reader, "enabled") {
-            let what = "`device.enabled` is true, but this build has no device tier";
-            reader.problem(line, what, "false is allowed; leave the section out");
-        }
-        section.finish(reader);
+    if let Some(section) = root.section(reader, "device") {
+        file.device = read_device(reader, section);
     }
     if let Some(section) = root.section(reader, "limits") {
         read_limits(reader, section, &mut file.limits);

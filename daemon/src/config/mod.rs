@@ -4,6 +4,7 @@
 
 mod args;
 mod build;
+mod device;
 mod file;
 mod machine;
 mod read;
@@ -17,6 +18,7 @@ use kvtide_tiers::catalog::Limits;
 
 pub use args::{Args, LogFormat};
 pub use build::check_socket;
+pub use device::{DeviceSettings, DeviceUse};
 pub use read::{ConfigError, Problem, parse_bytes, show_bytes};
 pub use tenants::{Caller, DEFAULT_TENANT, SharedSpace, Tenant, Tenants};
 
@@ -35,6 +37,8 @@ pub struct Config {
     pub host: HostSettings,
     /// The nvme tier, unless it is off.
     pub nvme: Option<NvmeSettings>,
+    /// The device tier.
+    pub device: DeviceSettings,
     /// Limits of the catalog and of the service.
     pub limits: ServiceLimits,
     /// Who is who.

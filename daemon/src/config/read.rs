@@ -211,6 +211,25 @@ impl<'a, 'i> Section<'a, 'i> {
         Some(Found { value: flag, line })
     }
 
+    /// A truth value, or "auto" for `None`.
+    pub(super) fn flag_or_auto(
+        &mut self,
+        reader: &mut Reader<'_>,
+        key: &'static str,
+    ) -> Option<Found<Option<bool>>> {
+        let (value, name) = self.get(key)?;
+        let line = reader.line(&value.span());
+        match value.get_ref() {
+            DeValue::Boolean(flag) => Some(Found { value: Some(*flag), line }),
+            DeValue::String(text) if text == "auto" => Some(Found { value: None, line }),
+            other => {
+                let what = format!("`{name}` is {}", show(other));
+                reader.problem(line, what, "\"auto\", true and false are allowed");
+                None
+            }
+        }
+    }
+
     /// A whole number within `range`.
     pub(super) fn number(
         &mut self,

@@ -38,6 +38,8 @@ number!(/// An operator's or client's pin with a time limit, which outlives its 
     PinId, u64);
 number!(/// A load, store or prefetch under way.
     TicketId, u64);
+number!(/// One GPU of the node, in the order of the daemon's configuration.
+    GpuId, u8);
 number!(/// One question asked of the catalog; its answer carries the same number.
     AskId, u64);
 
@@ -115,6 +117,8 @@ pub enum Request {
         namespace: NamespaceId,
         /// The receiving region.
         region: RegionId,
+        /// For a region in GPU memory: the event of its ring that is waited for first.
+        after_event: Option<u32>,
         /// The blocks.
         blocks: Vec<LoadBlock>,
     },
@@ -126,6 +130,8 @@ pub enum Request {
         conversation: u64,
         /// The giving region.
         region: RegionId,
+        /// For a region in GPU memory: the event of its ring that is waited for first.
+        after_event: Option<u32>,
         /// The blocks.
         blocks: Vec<StoreBlock>,
     },
@@ -324,7 +330,7 @@ pub enum Outcome {
     Loaded(Tier),
     /// Load: no bytes, for this reason. The place in the region holds nothing of use.
     Missed(MissReason),
-    /// Store: the block is in host RAM.
+    /// Store: the block is in host RAM or in GPU memory.
     Stored,
     /// Store: the block was there already, with the same bytes.
     Present,
@@ -389,6 +395,8 @@ pub struct InspectRow {
     pub tokens: u32,
     /// Bytes of the block.
     pub raw_bytes: u32,
+    /// In the memory of this GPU.
+    pub device: Option<GpuId>,
     /// In host RAM.
     pub host: bool,
     /// On nvme: segment, its sequence, and stored bytes.
@@ -450,13 +458,15 @@ pub enum OfflineReason {
 /// Counters (since start) and gauges of the catalog.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct CatalogStats {
+    /// The memory of each GPU.
+    pub device: Vec<TierUse>,
     /// Host RAM.
     pub host: TierUse,
     /// Segments.
     pub nvme: TierUse,
     /// Blocks known, in any tier.
     pub blocks: u64,
-    /// Host copies that have no copy on nvme.
+    /// Blocks in GPU memory or host RAM that have no copy on nvme.
     pub dirty_blocks: u64,
     /// Sessions connected.
     pub sessions: u64,

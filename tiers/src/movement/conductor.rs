@@ -7,15 +7,17 @@ use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, Sender, select};
 
+use super::gpus::{Closed, Gpus, Place, RegisterError, Registered};
 use super::node::Notify;
 use super::pool::{Expect, Job, PoolSender, ReadContext, Shared};
 use crate::block::PAGE_BYTES;
 use crate::catalog::{
-    Action, AskId, Catalog, Event, Limit, OpError, OpId, RegionId, Reply, Request, SessionId,
-    TenantId, Timestamp,
+    Action, AskId, Catalog, Event, GpuId, Limit, OpError, OpId, RegionId, Reply, Request,
+    SessionId, SlotPlace, TenantId, Timestamp,
 };
 use crate::io::{AlignedBuf, Region};
 use crate::segment::{StoreGeometry, header_page};
+use crate::tier::device::{GpuError, OpenRegion};
 use crate::tier::nvme::{NvmeJob, NvmeWorker, ReadBuffer, WriteBuffer};
 
 /// Time passes for the catalog at this pace.
@@ -34,10 +36,38 @@ pub(super) struct Ask {
 /// What happens besides requests. As many as there are operations, sessions and regions.
 pub(super) enum Signal {
     Event(Event),
-    OpenSession { session: SessionId, tenant: TenantId, notify: Notify },
-    CloseSession { session: SessionId },
-    OpenRegion { session: SessionId, region: RegionId, memory: Arc<Region> },
-    CloseRegion { session: SessionId, region: RegionId },
+    OpenSession {
+        session: SessionId,
+        tenant: TenantId,
+        notify: Notify,
+    },
+    CloseSession {
+        session: SessionId,
+    },
+    OpenRegion {
+        session: SessionId,
+        region: RegionId,
+        memory: Arc<Region>,
+    },
+    OpenGpuRegion {
+        session: SessionId,
+        region: RegionId,
+        gpu: GpuId,
+        open: Box<OpenRegion>,
+        answer: Registered,
+    },
+    GpuOpened {
+        region: RegionId,
+        result: Result<(), GpuError>,
+    },
+    GpuClosed {
+        region: RegionId,
+    },
+    CloseRegion {
+        session: SessionId,
+        region: RegionId,
+        closed: Option<Closed>,
+    },
     Stop,
 }
 
@@ -63,6 +93,7 @@ pub(super) struct Conductor {
     pub(super) pool: PoolSender,
     pub(super) shared: Arc<Shared>,
     pub(super) device: Option<Device>,
+    pub(super) gpus: Gpus,
     pub(super) answers: HashMap<AskId, Answer>,
     pub(super) next_ask: u64,
     pub(super) sessions: HashMap<SessionId, Notify>,
@@ -84,8 +115,8 @@ impl Drop for Alive {
 }
 
 impl Conductor {
-    /// Runs until told to stop; gives the device back, so that it can be stopped in order.
-    pub(super) fn run(mut self) -> Option<Device> {
+    /// Runs until told to stop; gives the devices back, so that they can be stopped in order.
+    pub(super) fn run(mut self) -> (Option<Device>, Gpus) {
         let mut last_tick = Instant::now();
         loop {
             if !self.take_signals() {
@@ -133,12 +164,13 @@ impl Conductor {
         while let Ok(ask) = self.asks.try_recv() {
             (ask.answer)(Reply::Busy(Limit::Draining));
         }
-        self.device.take()
+        (self.device, self.gpus)
     }
 
     /// Takes all that has been signalled up to now. `false`: stop.
     fn take_signals(&mut self) -> bool {
         self.flush_backlog();
+        self.gpus.flush();
         for _ in 0..self.signals.len() {
             match self.signals.try_recv() {
                 Ok(signal) => {
@@ -163,6 +195,7 @@ impl Conductor {
                 self.event(Event::SessionClosed { session });
                 self.sessions.remove(&session);
                 self.bury(|_, owner| owner == session);
+                self.gpus.close_all(session);
             }
             Signal::OpenRegion { session, region, memory } => {
                 if !self.sessions.contains_key(&session) {
@@ -171,11 +204,26 @@ impl Conductor {
                 let places = memory.places();
                 let block_bytes = u32::try_from(memory.block_bytes()).unwrap_or(u32::MAX);
                 self.regions.insert(region, (session, memory));
-                self.event(Event::RegionOpened { session, region, places, block_bytes });
+                let gpu = None;
+                self.event(Event::RegionOpened { session, region, places, block_bytes, gpu });
             }
-            Signal::CloseRegion { session, region } => {
+            Signal::OpenGpuRegion { session, region, gpu, open, answer } => {
+                if self.sessions.contains_key(&session) {
+                    self.gpus.open(session, region, gpu, open, answer);
+                } else {
+                    answer(Err(RegisterError::Limit(Limit::Sessions)));
+                }
+            }
+            Signal::GpuOpened { region, result } => {
+                if let Some(event) = self.gpus.opened(region, result) {
+                    self.event(event);
+                }
+            }
+            Signal::GpuClosed { region } => self.gpus.closed(region),
+            Signal::CloseRegion { session, region, closed } => {
                 self.event(Event::RegionClosed { session, region });
                 self.bury(|id, owner| id == region && owner == session);
+                self.gpus.close(session, region, closed);
             }
             Signal::Stop => return false,
         }
@@ -233,22 +281,21 @@ impl Conductor {
                     tracing::error!(slab, %error, "a slab is not free as the catalog thinks");
                 }
             }
-            Action::Gather { op, region, place, slot, descriptor } => match self.region(region) {
-                Some(region) => self.copy(Job::Gather { op, region, place, slot, descriptor }),
-                None => self.refused.push(Event::Gathered { op, result: Err(OpError::Region) }),
-            },
-            Action::Compare { op, region, place } => match self.region(region) {
-                Some(region) => self.copy(Job::Compare { op, region, place }),
-                None => self.refused.push(Event::Compared { op, result: Err(OpError::Region) }),
-            },
-            Action::Scatter { op, slot, namespace, key, raw_sum, raw_bytes, region, place } => {
-                let expect = Expect { namespace, key, raw_sum, raw_bytes };
-                match self.region(region) {
-                    Some(region) => self.copy(Job::Scatter { op, slot, expect, region, place }),
-                    None => {
-                        self.refused.push(Event::Scattered { op, result: Err(OpError::Region) });
-                    }
-                }
+            Action::Gather { op, .. } => {
+                let ended = |error| Event::Gathered { op, result: Err(error) };
+                self.copy_block(action, ended);
+            }
+            Action::Compare { op, .. } => {
+                let ended = |error| Event::Compared { op, result: Err(error) };
+                self.copy_block(action, ended);
+            }
+            Action::Scatter { op, .. } => {
+                let ended = |error| Event::Scattered { op, result: Err(error) };
+                self.copy_block(action, ended);
+            }
+            Action::Demote { op, .. } => {
+                let ended = |error| Event::Demoted { op, result: Err(error) };
+                self.copy_block(action, ended);
             }
             Action::Encode { op, slot, raw_bytes, codec, element } => {
                 self.copy(Job::Encode { op, slot, raw_bytes, codec, element });
@@ -258,15 +305,80 @@ impl Conductor {
             }
             Action::QuarantineSegment { segment } => self.copy(Job::Quarantine { segment }),
             Action::RetireNamespace { namespace } => self.copy(Job::Retire { namespace }),
-            Action::TierOffline { reason } => {
-                tracing::error!(?reason, "the nvme tier is off until the next start");
+            Action::TierOffline { tier, gpu, reason } => {
+                let (tier, gpu) = (tier.name(), gpu.map(|gpu| gpu.0));
+                tracing::error!(tier, gpu, ?reason, "a tier is off until the next start");
             }
             other => self.send_to_device(other),
         }
     }
 
-    fn region(&self, region: RegionId) -> Option<Arc<Region>> {
-        self.regions.get(&region).map(|(_, memory)| Arc::clone(memory))
+    /// Begins the copy of a block between a region and a tier, or from a GPU down to host RAM.
+    /// One that cannot be begun has ended.
+    fn copy_block(&mut self, action: Action, ended: impl FnOnce(OpError) -> Event) {
+        if let Err(error) = self.begin_copy(action) {
+            self.refused.push(ended(error));
+        }
+    }
+
+    fn begin_copy(&mut self, action: Action) -> Result<(), OpError> {
+        let on = |gpus: &Gpus, region, place, after_event| {
+            let gpu = gpus.gpu_of(region)?;
+            Some(Place { gpu, region, place, after_event })
+        };
+        match action {
+            Action::Gather { op, region, place, after_event, to, descriptor } => {
+                match (on(&self.gpus, region, place, after_event), to) {
+                    (Some(from), to) => self.gpus.gather(op, from, to, descriptor)?,
+                    (None, SlotPlace::Host(slot)) => {
+                        let region = self.region(region)?;
+                        self.copy(Job::Gather { op, region, place, slot, descriptor });
+                    }
+                    (None, SlotPlace::Device(..)) => return Err(OpError::Region),
+                }
+            }
+            Action::Compare { op, region, place, after_event, raw_bytes } => {
+                match on(&self.gpus, region, place, after_event) {
+                    Some(at) => self.gpus.compare(op, at, raw_bytes)?,
+                    None => {
+                        let region = self.region(region)?;
+                        self.copy(Job::Compare { op, region, place });
+                    }
+                }
+            }
+            Action::Scatter {
+                op,
+                from,
+                through,
+                namespace,
+                key,
+                raw_sum,
+                raw_bytes,
+                region,
+                place,
+                after_event,
+            } => {
+                let expect = Expect { namespace, key, raw_sum, raw_bytes };
+                match (on(&self.gpus, region, place, after_event), from) {
+                    (Some(to), from) => self.gpus.scatter(op, from, through, &expect, to)?,
+                    (None, SlotPlace::Host(slot)) => {
+                        let region = self.region(region)?;
+                        self.copy(Job::Scatter { op, slot, expect, region, place });
+                    }
+                    (None, SlotPlace::Device(..)) => return Err(OpError::Region),
+                }
+            }
+            Action::Demote { op, gpu, from, to, descriptor } => {
+                self.gpus.demote(op, gpu, from, to, descriptor)?;
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn region(&self, region: RegionId) -> Result<Arc<Region>, OpError> {
+        let found = self.regions.get(&region).ok_or(OpError::Region)?;
+        Ok(Arc::clone(&found.1))
     }
 
     fn take_encoded(&self, op: OpId) -> Option<AlignedBuf> {

@@ -7,6 +7,7 @@
 //! way.
 
 mod conductor;
+mod gpus;
 mod node;
 mod pool;
 
@@ -17,11 +18,15 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::block::NamespaceId;
-use crate::catalog::Limits;
+use crate::catalog::{Limits, slab_bytes_for};
 use crate::io::fault::{FaultConfig, FaultCounts};
 use crate::io::{BlockDevice, PageKind, RingChoice, RingReport};
 use crate::segment::{RecoveryReport, StoreGeometry};
 
+pub use gpus::{
+    DeviceConfig, DeviceReport, GpuChoice, GpuMaker, GpuRegion, MakeGpu, RegionMemory,
+    RegisterError,
+};
 pub use node::{Node, NodeHandle, Notify, StartError, StopReport};
 
 /// How a node is set up.
@@ -29,6 +34,8 @@ pub use node::{Node, NodeHandle, Notify, StartError, StopReport};
 pub struct NodeConfig {
     /// Host RAM.
     pub host: HostConfig,
+    /// GPUs, if there are any.
+    pub devices: Vec<DeviceConfig>,
     /// Segments, if wanted.
     pub nvme: Option<NvmeConfig>,
     /// Threads that copy and check host bytes. Default: half of the cores, at least 1, at most 8.
@@ -66,6 +73,7 @@ impl NodeConfig {
         let cores = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
         NodeConfig {
             host: HostConfig { bytes: host_bytes, slab_bytes: None },
+            devices: Vec::new(),
             nvme: None,
             copy_threads: (cores / 2).clamp(1, 8),
             limits: Limits::default(),
@@ -89,9 +97,7 @@ pub struct HostConfig {
 impl HostConfig {
     /// Bytes of a slab, chosen or by default.
     pub fn slab(&self) -> u32 {
-        let unit = 2 << 20;
-        let default = (self.bytes / 64 / unit * unit).clamp(4 << 20, 64 << 20);
-        self.slab_bytes.unwrap_or(default as u32)
+        self.slab_bytes.unwrap_or_else(|| slab_bytes_for(self.bytes))
     }
 }
 
@@ -172,6 +178,10 @@ pub struct NodeReport {
     pub copy_threads: usize,
     /// The store, if there is one.
     pub nvme: Option<NvmeReport>,
+    /// The GPUs that were to be used.
+    pub devices: Vec<DeviceReport>,
+    /// Why there are none, although some were to be used.
+    pub devices_off: Option<String>,
 }
 
 /// What the nvme tier got and found.

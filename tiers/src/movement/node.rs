@@ -5,25 +5,30 @@ use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crossbeam::channel::{Sender, bounded, unbounded};
 
 use super::conductor::{Alive, Ask, Conductor, Device, Reads, Signal};
+use super::gpus::{self, Closed, DeviceFacts, GpuRegion, Gpus, RegionMemory, RegisterError};
 use super::pool::{Job, Pool, PoolSender, Shared};
 use super::{NodeConfig, NodeReport, NvmeConfig, NvmeReport, RetireNamespace};
-use crate::block::NamespaceId;
+use crate::block::{GpuOrder, NamespaceId};
 use crate::catalog::{
-    Catalog, CatalogConfig, Event, Limit, Limits, Lru, NamespaceInfo, NvmeShape, OpError, OpId,
-    Outcome, RegionId, Reply, Request, SessionId, TenantId, TicketId,
+    Catalog, CatalogConfig, DeviceShape, Event, GpuId, Limit, Limits, Lru, NamespaceInfo,
+    NvmeShape, OpError, OpId, Outcome, RegionId, Reply, Request, SessionId, TenantId, TicketId,
 };
 use crate::io::fault::{FaultCounters, FaultDevice};
 use crate::io::{Arena, BlockDevice, OpenDevice, Region, RingStatus, open_device};
 use crate::segment::{OpenStore, SegmentStore, StoreError, StoreWant};
+use crate::tier::device::{OpenMemory, OpenRegion};
 use crate::tier::nvme::{NvmeDone, NvmeError, NvmeOptions, NvmeWorker};
 
 /// Requests that wait for the catalog at most; more are answered `Busy` at once.
 const REQUESTS_MAX: usize = 4096;
+
+/// How long a stop waits for a GPU.
+const GPU_STOP: Duration = Duration::from_secs(5);
 
 /// Called once for each ticket that ends, from the catalog's thread. Must not block.
 pub type Notify = Arc<dyn Fn(TicketId, Vec<Outcome>) + Send + Sync>;
@@ -83,7 +88,7 @@ pub struct StopReport {
 /// A running node. Dropping it without [`Node::stop`] is like a crash, but for the memory.
 pub struct Node {
     handle: NodeHandle,
-    conductor: JoinHandle<Option<Device>>,
+    conductor: JoinHandle<(Option<Device>, Gpus)>,
     pool: Pool,
     shared: Arc<Shared>,
 }
@@ -99,11 +104,21 @@ struct Handle {
     next_session: AtomicU64,
     next_region: AtomicU64,
     /// Regions of each session.
-    sessions: Mutex<HashMap<SessionId, HashMap<RegionId, Arc<Region>>>>,
+    sessions: Mutex<HashMap<SessionId, HashMap<RegionId, Registration>>>,
     arena: Arc<Arena>,
     copy_threads: usize,
     nvme: Option<NvmeFacts>,
+    devices: Vec<DeviceFacts>,
+    devices_off: Option<String>,
     alive: Arc<AtomicBool>,
+}
+
+/// A region of a session.
+#[derive(Clone)]
+enum Registration {
+    Host(Arc<Region>),
+    /// Held by the GPU's worker.
+    Gpu,
 }
 
 struct NvmeFacts {
@@ -135,6 +150,8 @@ impl Node {
         let arena = Arena::create(bytes, slab_bytes)
             .map_err(|source| StartError::Arena { bytes: config.host.bytes, source })?;
         let open = |nvme| open_store(nvme, generation);
+        let (chosen, devices_off) = gpus::choose(&config.devices);
+        let config = NodeConfig { devices: chosen, ..config };
         let mut opened = config.nvme.as_ref().map(open).transpose()?;
         let mut catalog = Catalog::new(catalog_config(&config, bytes, opened.as_ref()));
         let recovered_blocks = recover(&mut catalog, opened.as_mut());
@@ -157,6 +174,7 @@ impl Node {
             }
             _ => (None, None),
         };
+        let (gpus, devices) = gpus::start(&config.devices, &shared, &signals);
         let alive = Arc::new(AtomicBool::new(true));
         let reaper = start_reaper()?;
         let conductor = Conductor {
@@ -168,6 +186,7 @@ impl Node {
             pool: pool.sender(),
             shared: Arc::clone(&shared),
             device,
+            gpus,
             answers: HashMap::new(),
             next_ask: 0,
             sessions: HashMap::new(),
@@ -190,6 +209,8 @@ impl Node {
             arena,
             copy_threads: config.copy_threads.max(1),
             nvme: facts,
+            devices,
+            devices_off,
             alive,
         }));
         Ok(Node { handle, conductor, pool, shared })
@@ -204,10 +225,19 @@ impl Node {
     /// blocks are lost unless a drain came first. Blocks.
     pub fn stop(self) -> StopReport {
         drop(self.handle.0.signals.send(Signal::Stop));
-        let device = self.conductor.join().unwrap_or_else(|_| {
-            tracing::error!("the catalog's thread panicked");
-            None
-        });
+        let (device, gpus) = match self.conductor.join() {
+            Ok((device, gpus)) => (device, gpus.into_workers()),
+            Err(_) => {
+                tracing::error!("the catalog's thread panicked");
+                (None, Vec::new())
+            }
+        };
+        for worker in gpus {
+            // A report that is being made may hold it for a moment; then its last holder stops it.
+            if let Some(worker) = Arc::into_inner(worker) {
+                worker.stop(GPU_STOP);
+            }
+        }
         let had_device = device.is_some();
         if let Some(device) = device {
             device.worker.stop();
@@ -291,6 +321,7 @@ fn catalog_config(config: &NodeConfig, bytes: u64, nvme: Option<&OpenedNvme>) ->
         host_bytes: bytes,
         slab_bytes: config.host.slab(),
         host_policy: || Box::new(Lru::default()),
+        devices: config.devices.iter().map(|device| DeviceShape::of(device.pool_bytes)).collect(),
         nvme: nvme.map(|opened| opened.shape.clone()),
         limits: config.limits,
         clean_percent: config.clean_percent,
@@ -299,6 +330,22 @@ fn catalog_config(config: &NodeConfig, bytes: u64, nvme: Option<&OpenedNvme>) ->
         epoch_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
         hash_seed: random_u64(),
     }
+}
+
+/// What is to be opened of a region in GPU memory.
+fn opening(region: GpuRegion) -> OpenRegion {
+    let memory = match region.memory {
+        RegionMemory::Ipc { handle, offset } => OpenMemory::Ipc { handle, offset },
+        RegionMemory::Vmm { fd, allocation_bytes, offset } => {
+            OpenMemory::Vmm { fd, allocation_bytes, offset }
+        }
+        RegionMemory::Shared(memory) => OpenMemory::Shared(memory),
+    };
+    let events = match region.order {
+        GpuOrder::EngineSynchronizes => Vec::new(),
+        GpuOrder::Events { handles } => handles,
+    };
+    OpenRegion { memory, bytes: region.bytes, layout: region.layout, events }
 }
 
 /// What the device's completions go to.
@@ -464,8 +511,10 @@ impl NodeHandle {
             self.signal(Signal::CloseSession { session });
             regions
         };
-        for region in regions.values() {
-            region.close();
+        for region in regions.into_values() {
+            if let Registration::Host(region) = region {
+                region.close();
+            }
         }
     }
 
@@ -481,27 +530,96 @@ impl NodeHandle {
         }
         let region = RegionId(1 + self.0.next_region.fetch_add(1, Ordering::Relaxed));
         let memory = Arc::new(memory);
-        regions.insert(region, Arc::clone(&memory));
+        regions.insert(region, Registration::Host(Arc::clone(&memory)));
         self.signal(Signal::OpenRegion { session, region, memory });
         Ok(region)
     }
 
-    /// Ends a region of a session. When this returns, nothing copies from or to it any more.
-    /// Blocks for the copy of a block at most.
-    pub fn unregister_region(&self, session: SessionId, region: RegionId) {
-        let memory = {
-            let mut sessions = self.sessions();
-            let Some(memory) = sessions.get_mut(&session).and_then(|all| all.remove(&region))
-            else {
-                return;
-            };
-            self.signal(Signal::CloseRegion { session, region });
-            memory
-        };
-        memory.close();
+    /// Registers a region in GPU memory. `answer` is called exactly once, from any thread, when the
+    /// GPU has opened it; that can take as long as its driver likes.
+    pub fn register_gpu_region(
+        &self,
+        session: SessionId,
+        region: GpuRegion,
+        answer: impl FnOnce(Result<RegionId, RegisterError>) + Send + 'static,
+    ) {
+        match self.admit_gpu_region(session, &region) {
+            Ok((gpu, id)) => {
+                let handle = self.clone();
+                let answer = Box::new(move |result: Result<RegionId, RegisterError>| {
+                    if result.is_err() {
+                        handle.sessions().get_mut(&session).map(|all| all.remove(&id));
+                    }
+                    answer(result);
+                });
+                let open = Box::new(opening(region));
+                self.signal(Signal::OpenGpuRegion { session, region: id, gpu, open, answer });
+            }
+            Err(error) => answer(Err(error)),
+        }
     }
 
-    fn sessions(&self) -> MutexGuard<'_, HashMap<SessionId, HashMap<RegionId, Arc<Region>>>> {
+    fn admit_gpu_region(
+        &self,
+        session: SessionId,
+        region: &GpuRegion,
+    ) -> Result<(GpuId, RegionId), RegisterError> {
+        let devices = &self.0.devices;
+        let at = devices.iter().position(|found| found.uuid() == Some(region.gpu));
+        let Some((at, facts)) = at.and_then(|at| Some((at, devices.get(at)?))) else {
+            let known = devices.iter().filter_map(DeviceFacts::uuid).collect();
+            return Err(RegisterError::NoSuchGpu { known });
+        };
+        if let Some(why) = facts.off() {
+            return Err(RegisterError::TierOff(why));
+        }
+        let refused = |error: &dyn std::error::Error| RegisterError::Refused(error.to_string());
+        region.layout.check(region.bytes).map_err(|error| refused(&error))?;
+        let mut sessions = self.sessions();
+        let regions = sessions.get_mut(&session).ok_or(RegisterError::Limit(Limit::Sessions))?;
+        if regions.len() >= self.0.limits.regions_per_session {
+            return Err(RegisterError::Limit(Limit::Regions));
+        }
+        let id = RegionId(1 + self.0.next_region.fetch_add(1, Ordering::Relaxed));
+        regions.insert(id, Registration::Gpu);
+        Ok((GpuId(u8::try_from(at).unwrap_or(u8::MAX)), id))
+    }
+
+    /// Ends a region of a session. When this returns, nothing copies from or to it any more, if it
+    /// is in host memory. Blocks for the copy of a block at most.
+    pub fn unregister_region(&self, session: SessionId, region: RegionId) {
+        if let Some(Registration::Host(memory)) = self.close_region(session, region, None) {
+            memory.close();
+        }
+    }
+
+    /// Ends a region in GPU memory. `closed` is called exactly once, from any thread, when the GPU
+    /// has let go of the memory and its owner may free it; at once when there is no such region.
+    /// While the driver hangs in that, it is not called.
+    pub fn unregister_gpu_region(
+        &self,
+        session: SessionId,
+        region: RegionId,
+        closed: impl FnOnce() + Send + 'static,
+    ) {
+        self.close_region(session, region, Some(Box::new(closed)));
+    }
+
+    fn close_region(
+        &self,
+        session: SessionId,
+        region: RegionId,
+        closed: Option<Closed>,
+    ) -> Option<Registration> {
+        let mut sessions = self.sessions();
+        let found = sessions.get_mut(&session).and_then(|all| all.remove(&region));
+        // Under the lock, so that the catalog hears of things in the order in which they were done.
+        // One that is not there (any more) may be on its way out: its end is waited for as well.
+        self.signal(Signal::CloseRegion { session, region, closed });
+        found
+    }
+
+    fn sessions(&self) -> MutexGuard<'_, HashMap<SessionId, HashMap<RegionId, Registration>>> {
         self.0.sessions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -543,6 +661,8 @@ impl NodeHandle {
                 faults: facts.faults.as_ref().map(|faults| faults.counts()),
                 ..facts.report.clone()
             }),
+            devices: self.0.devices.iter().map(DeviceFacts::report).collect(),
+            devices_off: self.0.devices_off.clone(),
         }
     }
 

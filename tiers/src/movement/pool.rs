@@ -184,14 +184,14 @@ fn gather(
     slot: SlotId,
     descriptor: Descriptor,
 ) -> Result<Sum128, OpError> {
-    let mut bytes = writer(shared, slot, descriptor.raw_bytes)?;
+    let mut bytes = shared.writer(slot, descriptor.raw_bytes)?;
     let sum = region.gather(place, &mut bytes).map_err(|_| OpError::Region)?;
     seal(shared, slot, Descriptor { raw_sum: sum, stored_sum: sum, ..descriptor })?;
     Ok(sum)
 }
 
 /// Writes the descriptor of a slot whose bytes are in place.
-fn seal(shared: &Shared, slot: SlotId, descriptor: Descriptor) -> Result<(), OpError> {
+pub(super) fn seal(shared: &Shared, slot: SlotId, descriptor: Descriptor) -> Result<(), OpError> {
     let descriptor = Descriptor {
         codec: Codec::Raw,
         stored_bytes: descriptor.raw_bytes,
@@ -213,7 +213,16 @@ fn scatter(
     region: &Region,
     place: u32,
 ) -> Result<(), OpError> {
-    let bytes = reader(shared, slot, expect.raw_bytes)?;
+    check_slot(shared, slot, expect)?;
+    let bytes = shared.reader(slot, expect.raw_bytes)?;
+    if Sum128::of(&bytes) != expect.raw_sum {
+        return Err(OpError::Checksum);
+    }
+    region.scatter(place, &bytes).map_err(|_| OpError::Region)
+}
+
+/// Whether the slot's descriptor is that of the block that is expected there.
+pub(super) fn check_slot(shared: &Shared, slot: SlotId, expect: &Expect) -> Result<(), OpError> {
     let found = shared.arena.descriptor(slot).ok_or(OpError::Checksum)?;
     let here = Place::Host { salt: shared.salt, slot: slot.0 };
     let descriptor = Descriptor::decode(&found, here).map_err(|_| OpError::Checksum)?;
@@ -222,10 +231,7 @@ fn scatter(
         && descriptor.raw_bytes == expect.raw_bytes
         && descriptor.stored_bytes == expect.raw_bytes
         && descriptor.stored_sum == expect.raw_sum;
-    if !same || Sum128::of(&bytes) != expect.raw_sum {
-        return Err(OpError::Checksum);
-    }
-    region.scatter(place, &bytes).map_err(|_| OpError::Region)
+    if same { Ok(()) } else { Err(OpError::Checksum) }
 }
 
 /// Checks what was read from nvme and makes the slot ready: decoded, with its descriptor.
@@ -245,7 +251,7 @@ fn verify(shared: &Shared, read: &ReadContext, buffer: ReadBuffer) -> Result<(),
             }
         }
         codec @ Codec::Lz4 => {
-            let mut raw = writer(shared, read.slot, descriptor.raw_bytes)?;
+            let mut raw = shared.writer(read.slot, descriptor.raw_bytes)?;
             codec::decode(codec, read.element, stored, &mut raw).map_err(|_| OpError::Checksum)?;
             if Sum128::of(&raw) != descriptor.raw_sum {
                 return Err(OpError::Checksum);
@@ -264,7 +270,7 @@ fn encode(
     codec: Codec,
     element: ElementType,
 ) -> Option<(u32, Sum128)> {
-    let raw = reader(shared, slot, raw_bytes).ok()?;
+    let raw = shared.reader(slot, raw_bytes).ok()?;
     let stored = codec::encode(codec, element, &raw)?;
     let bytes = u32::try_from(stored.len()).ok()?;
     let sum = Sum128::of(&stored);
@@ -285,12 +291,16 @@ fn quarantine(shared: &Shared, segment: u32) {
     }
 }
 
-fn writer(shared: &Shared, slot: SlotId, bytes: u32) -> Result<SlotWrite, OpError> {
-    shared.arena.write(slot, bytes).map_err(|error| bug("arena", &error))
-}
+impl Shared {
+    /// A slot, to be filled.
+    pub(super) fn writer(&self, slot: SlotId, bytes: u32) -> Result<SlotWrite, OpError> {
+        self.arena.write(slot, bytes).map_err(|error| bug("arena", &error))
+    }
 
-fn reader(shared: &Shared, slot: SlotId, bytes: u32) -> Result<SlotRead, OpError> {
-    shared.arena.read(slot, bytes).map_err(|error| bug("arena", &error))
+    /// A slot, to be read.
+    pub(super) fn reader(&self, slot: SlotId, bytes: u32) -> Result<SlotRead, OpError> {
+        self.arena.read(slot, bytes).map_err(|error| bug("arena", &error))
+    }
 }
 
 /// The arena refuses what the catalog ordered. That is a bug; the block is not handed out.

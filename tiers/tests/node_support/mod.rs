@@ -103,7 +103,13 @@ impl Client {
             blocks.push(StoreBlock { key: key(number), parent, position, tokens: 16, place });
         }
         let (namespace, region) = (NAMESPACE, self.region);
-        self.wait(self.ask(Request::Store { namespace, conversation: 0, region, blocks }))
+        self.wait(self.ask(Request::Store {
+            namespace,
+            conversation: 0,
+            region,
+            after_event: None,
+            blocks,
+        }))
     }
 
     /// Stores until there was room for every block.
@@ -135,7 +141,13 @@ impl Client {
         let blocks =
             numbers.iter().zip(0..).map(|(n, place)| LoadBlock { key: key(*n), place }).collect();
         let (namespace, region) = (NAMESPACE, self.region);
-        let outcomes = self.wait(self.ask(Request::Load { lease, namespace, region, blocks }));
+        let outcomes = self.wait(self.ask(Request::Load {
+            lease,
+            namespace,
+            region,
+            after_event: None,
+            blocks,
+        }));
         for ((number, outcome), place) in numbers.iter().zip(&outcomes).zip(0u64..) {
             if matches!(outcome, Outcome::Loaded(_)) {
                 let mut bytes = vec![0; BLOCK as usize];

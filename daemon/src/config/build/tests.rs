@@ -1,7 +1,9 @@
 use clap::Parser;
 
+use kvtide_tiers::block::GpuUuid;
+
 use super::*;
-use crate::config::LogFormat;
+use crate::config::{DeviceUse, LogFormat};
 
 fn load_text(text: &str, args: &[&str]) -> Result<Config, ConfigError> {
     let folder = tempfile::tempdir().unwrap();
@@ -159,8 +161,39 @@ fn metrics_stay_on_the_machine() {
 }
 
 #[test]
-fn the_device_tier_is_not_pretended() {
-    assert!(only("[device]\nenabled = true\n").contains("no device tier"));
+fn the_device_tier_is_on_where_there_are_gpus_unless_told_otherwise() {
+    let device = |text: &str| load_text(text, &[]).unwrap().device;
+    assert_eq!(device(""), DeviceSettings::default());
+    assert_eq!(device("[device]\nenabled = \"auto\"\n"), DeviceSettings::default());
+    assert_eq!(device("[device]\nenabled = true\n").enabled, DeviceUse::On);
+    assert_eq!(device("[device]\nenabled = false\n").enabled, DeviceUse::Off);
+    let text = "[device]\npool_bytes = \"1GiB\"\nlibrary = \"/x/libcuda.so\"\n\
+                gpus = [\"GPU-00010203-0405-0607-0809-0a0b0c0d0e0f\"]\n";
+    let full = device(text);
+    assert_eq!(full.pool_bytes, 1 << 30);
+    assert_eq!(full.gpus, [GpuUuid(std::array::from_fn(|at| at as u8))]);
+    assert_eq!(full.library, Some(PathBuf::from("/x/libcuda.so")));
+    assert_eq!(full.to_string(), "auto, 1 of the GPUs, a pool of 1 GiB each");
+    let args = ["--device-pool-bytes", "8MiB", "--device-library", "/y"];
+    let config = load_text(text, &args).unwrap().device;
+    assert_eq!((config.pool_bytes, config.library), (8 << 20, Some(PathBuf::from("/y"))));
+}
+
+#[test]
+fn mistakes_of_the_device_tier_are_named() {
+    let flag = only("[device]\nenabled = \"yes\"\n");
+    assert_eq!(flag, "2: `device.enabled` is \"yes\"; \"auto\", true and false are allowed");
+    let small = only("[device]\npool_bytes = 4096\n");
+    assert_eq!(small, format!("2: `device.pool_bytes` is 4 KiB; {POOL_BYTES_ALLOWED}"));
+    let gpus = problems("[device]\ngpus = [\"0\", \"GPU-12\"]\n");
+    assert_eq!(gpus.len(), 2, "{gpus:?}");
+    assert!(gpus[1].contains("\"GPU-12\", which is no UUID") && gpus[1].contains("nvidia-smi -L"));
+    assert!(only("[device]\ngpus = []\n").contains("is empty"));
+    let twice = "\"GPU-00010203-0405-0607-0809-0a0b0c0d0e0f\"";
+    assert!(only(&format!("[device]\ngpus = [{twice}, {twice}]\n")).contains("twice"));
+    assert!(only("[device]\nlibrary = \"libcuda.so\"\n").contains("an absolute path"));
+    let error = load_text("", &["--device-pool-bytes", "1KiB"]).unwrap_err().to_string();
+    assert!(error.starts_with("--device-pool-bytes: the size is 1 KiB; 0 for none"), "{error}");
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! What operators ask: the block table, the counters, forgetting.
 
+use super::device::DeviceTier;
 use super::request::{
     CatalogStats, Forget, InspectPage, InspectQuery, InspectRow, Reply, Tier, TierUse,
 };
@@ -45,6 +46,7 @@ impl Catalog {
             position: block.position,
             tokens: block.tokens,
             raw_bytes: block.raw_bytes,
+            device: block.device_slot().map(|(gpu, _)| gpu),
             host: matches!(block.host, HostCopy::Resident { .. }),
             nvme,
             pins: block.pins,
@@ -103,9 +105,9 @@ impl Catalog {
     pub(super) fn stats(&self) -> CatalogStats {
         let counters = &self.counters;
         let host = TierUse {
-            capacity_bytes: self.host.slots.capacity_bytes(),
-            used_bytes: self.host.slots.used_bytes(),
-            blocks: self.host.slots.used_slots(),
+            capacity_bytes: self.host.tier.slots.capacity_bytes(),
+            used_bytes: self.host.tier.slots.used_bytes(),
+            blocks: self.host.tier.slots.used_slots(),
             bytes_in: self.host.bytes_in,
             bytes_out: self.host.bytes_out,
             evicted: self.host.evicted,
@@ -122,16 +124,19 @@ impl Catalog {
             hits: nvme.hits,
             offline: nvme.offline,
         });
+        let device = self.devices.iter().map(device_use).collect();
+        let device_only: usize = self.devices.iter().map(|found| found.dirty.len()).sum();
         let off = TierUse { offline: Some(OfflineReason::Configured), ..TierUse::default() };
         let mut rejected: Vec<_> = counters.rejected.iter().map(|(k, v)| (*k, *v)).collect();
         let mut missed: Vec<_> = counters.missed.iter().map(|(k, v)| (*k, *v)).collect();
         rejected.sort_by_key(|(reason, _)| *reason as u8);
         missed.sort_by_key(|(reason, _)| *reason as u8);
         CatalogStats {
+            device,
             host,
             nvme: nvme.unwrap_or(off),
             blocks: self.table.len() as u64,
-            dirty_blocks: self.host.dirty.len() as u64,
+            dirty_blocks: (self.host.dirty.len() + device_only) as u64,
             sessions: self.clients.sessions.len() as u64,
             regions: self.clients.regions.len() as u64,
             leases: self.clients.leases.len() as u64,
@@ -156,14 +161,28 @@ impl Catalog {
     }
 }
 
+fn device_use(found: &DeviceTier) -> TierUse {
+    TierUse {
+        capacity_bytes: found.tier.slots.capacity_bytes(),
+        used_bytes: found.tier.slots.used_bytes(),
+        blocks: found.tier.slots.used_slots(),
+        bytes_in: found.bytes_in,
+        bytes_out: found.bytes_out,
+        evicted: found.evicted,
+        hits: found.hits,
+        offline: found.offline,
+    }
+}
+
 fn wanted(block: &Block, query: &InspectQuery) -> bool {
+    let in_device = block.device_slot().is_some();
     let in_host = matches!(block.host, HostCopy::Resident { .. });
     let in_nvme = block.location().is_some();
     let tier = match query.tier {
-        None => in_host || in_nvme,
+        None => in_device || in_host || in_nvme,
         Some(Tier::Host) => in_host,
         Some(Tier::Nvme) => in_nvme,
-        Some(Tier::Device) => false,
+        Some(Tier::Device) => in_device,
     };
     let namespace =
         query.namespaces.as_ref().is_none_or(|namespaces| namespaces.contains(&block.namespace));

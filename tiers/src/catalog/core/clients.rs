@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
-use super::request::{LeaseId, PinId, RegionId, SessionId, TenantId, Timestamp};
+use super::request::{GpuId, LeaseId, PinId, RegionId, SessionId, TenantId, Timestamp};
 use super::table::BlockRef;
 
 /// One connected client.
@@ -19,6 +19,8 @@ pub(crate) struct RegionShape {
     pub(crate) session: SessionId,
     pub(crate) places: u32,
     pub(crate) block_bytes: u32,
+    /// The GPU in whose memory it is.
+    pub(crate) gpu: Option<GpuId>,
 }
 
 /// A client's expiring pin.

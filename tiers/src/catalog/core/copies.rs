@@ -3,24 +3,20 @@
 //! Dirty means: in host RAM and not on nvme. `HostTier::dirty` lists the dirty blocks that are not
 //! being written, coldest at the back; `dirty_bytes` counts those being written too.
 
-use super::event::{Action, NvmeShape};
+use super::event::{Action, CatalogConfig, NvmeShape, SlotPlace};
 use super::flow::Waiter;
-use super::policy::{OrderList, Policy};
+use super::policy::OrderList;
 use super::request::{MissReason, OfflineReason, Outcome};
 use super::segments::Segments;
-use super::slots::{ClassId, SlotId, Slots};
-use super::table::{Block, BlockRef, HostCopy, NvmeCopy};
+use super::slot_tier::{Home, Leave, SlotTier};
+use super::slots::{ClassId, SlotId};
+use super::table::{Block, BlockRef, DeviceCopy, FillSource, HostCopy, NvmeCopy};
 use super::{Catalog, SessionId};
 use crate::block::page_ceil;
 
-/// Searches for one victim at most, each past thousands of pinned blocks.
-const SEARCHES_MAX: usize = 64;
-
 /// The host tier.
 pub(crate) struct HostTier {
-    pub(crate) slots: Slots,
-    /// One per size class.
-    policies: Vec<Box<dyn Policy>>,
+    pub(crate) tier: SlotTier,
     pub(crate) dirty: OrderList,
     pub(crate) dirty_bytes: u64,
     /// Somebody found no slot since one was last taken: dirty blocks must be written whatever the
@@ -33,10 +29,9 @@ pub(crate) struct HostTier {
 }
 
 impl HostTier {
-    pub(crate) fn new(bytes: u64, slab_bytes: u32) -> HostTier {
+    pub(crate) fn new(config: &CatalogConfig) -> HostTier {
         HostTier {
-            slots: Slots::new(bytes, slab_bytes),
-            policies: Vec::new(),
+            tier: SlotTier::new(config.host_bytes, config.slab_bytes, config.host_policy),
             dirty: OrderList::default(),
             dirty_bytes: 0,
             starved: false,
@@ -45,14 +40,6 @@ impl HostTier {
             bytes_in: 0,
             bytes_out: 0,
         }
-    }
-}
-
-#[cfg(test)]
-impl HostTier {
-    /// Whether any policy holds the block.
-    pub(crate) fn listed(&mut self, index: u32) -> bool {
-        self.policies.iter_mut().any(|policy| policy.victim(&mut |at| at == index).is_some())
     }
 }
 
@@ -99,20 +86,6 @@ impl Catalog {
         self.nvme.as_ref().is_some_and(|nvme| nvme.offline.is_none())
     }
 
-    pub(crate) fn class_of(&mut self, bytes: u32) -> Option<ClassId> {
-        let class = self.host.slots.class_of(bytes)?;
-        while self.host.policies.len() <= class {
-            self.host.policies.push((self.config.host_policy)());
-        }
-        Some(class)
-    }
-
-    fn policy_of(&mut self, index: u32) -> Option<&mut Box<dyn Policy>> {
-        let bytes = self.table.get(index).raw_bytes;
-        let class = self.class_of(bytes)?;
-        self.host.policies.get_mut(class)
-    }
-
     /// Marks the block as used now.
     pub(crate) fn touch(&mut self, index: u32) {
         self.tick += 1;
@@ -120,99 +93,129 @@ impl Catalog {
         let block = self.table.get_mut(index);
         block.used_at = now;
         block.used_tick = tick;
-        let slot = match block.host {
-            HostCopy::Filling { slot, .. } | HostCopy::Resident { slot, .. } => slot,
-            HostCopy::Absent | HostCopy::Draining { .. } => return,
-        };
-        self.host.slots.touch(slot, tick);
-        self.host.dirty.move_front(index);
-        if let Some(policy) = self.policy_of(index) {
-            policy.touch(index);
+        let (bytes, host, device) = (block.raw_bytes, block.host, block.device);
+        if let HostCopy::Filling { slot, .. } | HostCopy::Resident { slot, .. } = host {
+            self.host.dirty.move_front(index);
+            self.host.tier.touch(index, bytes, slot, tick);
+        }
+        if let DeviceCopy::Filling { gpu, slot, .. } | DeviceCopy::Resident { gpu, slot, .. } =
+            device
+            && let Some(found) = self.device_mut(gpu)
+        {
+            found.dirty.move_front(index);
+            found.tier.touch(index, bytes, slot, tick);
+        }
+    }
+
+    fn slot_tier(&mut self, home: Home) -> Option<&mut SlotTier> {
+        match home {
+            Home::Host => Some(&mut self.host.tier),
+            Home::Device(gpu) => self.device_mut(gpu).map(|found| &mut found.tier),
         }
     }
 
     /// A slot for the block, evicting what must leave for it. `None`: nothing may leave now.
-    pub(crate) fn take_slot(&mut self, index: u32) -> Option<SlotId> {
+    pub(crate) fn take_slot(&mut self, home: Home, index: u32) -> Option<SlotId> {
         let bytes = self.table.get(index).raw_bytes;
-        let class = self.class_of(bytes)?;
+        let class = self.slot_tier(home)?.class_of(bytes)?;
         loop {
-            if let Some(new) = self.host.slots.allocate(class, index) {
-                if let Some((slab, slot_bytes)) = new.bind {
-                    self.actions.push(Action::BindSlab { slab, slot_bytes });
+            if let Some(new) = self.slot_tier(home)?.allocate(class, index) {
+                if home == Home::Host {
+                    self.host.starved = false;
+                    if let Some((slab, slot_bytes)) = new.bind {
+                        self.actions.push(Action::BindSlab { slab, slot_bytes });
+                    }
                 }
-                self.host.policies.get_mut(class)?.insert(index);
-                self.host.starved = false;
                 return Some(new.slot);
             }
-            let victim = self.host_victim(class);
+            let victim = self.victim(home, class);
             let before = victim.map_or(u64::MAX, |victim| self.table.get(victim).used_tick);
-            if self.empty_other_slab(class, before) {
+            if self.empty_other_slab(home, class, before) {
                 continue;
             }
             match victim {
-                Some(victim) => self.evict_host(victim),
+                Some(victim) => self.evict(home, victim),
                 None => {
-                    self.host.starved = true;
+                    self.host.starved |= home == Home::Host;
                     return None;
                 }
             }
         }
     }
 
-    fn host_victim(&mut self, class: ClassId) -> Option<u32> {
-        let usable = self.nvme_usable();
-        let table = &self.table;
-        let policy = self.host.policies.get_mut(class)?;
-        for _ in 0..SEARCHES_MAX {
-            let mut pinned = Vec::new();
-            let victim = policy.victim(&mut |index| {
-                let block = table.get(index);
-                let leaves = may_leave(block, usable);
-                if !leaves && block.pins > 0 {
-                    pinned.push(index);
-                }
-                leaves
-            });
-            // What is pinned is in use: it must not be in the way of the next search.
-            for index in &pinned {
-                policy.touch(*index);
+    fn victim(&mut self, home: Home, class: ClassId) -> Option<u32> {
+        let (table, usable) = (&self.table, self.nvme_usable());
+        match home {
+            Home::Host => {
+                let leave = |index| host_may_leave(table.get(index), usable);
+                self.host.tier.victim(class, leave)
             }
-            if victim.is_some() || pinned.is_empty() {
-                return victim;
+            Home::Device(gpu) => {
+                let found = self.devices.get_mut(usize::from(gpu.0))?;
+                let dirty = &found.dirty;
+                let leave = |index| device_may_leave(table.get(index), dirty.contains(index));
+                found.tier.victim(class, leave)
             }
         }
-        None
     }
 
     /// Empties a slab of another class whose blocks are all colder than `before`, if there is one.
-    fn empty_other_slab(&mut self, class: ClassId, before: u64) -> bool {
-        if self.host.slots.classes() < 2 {
-            return false;
-        }
+    fn empty_other_slab(&mut self, home: Home, class: ClassId, before: u64) -> bool {
         let usable = self.nvme_usable();
-        let Some(blocks) = self.host.slots.coldest_other_slab(class, before) else {
+        let Some(tier) = self.slot_tier(home).filter(|tier| tier.slots.classes() >= 2) else {
             return false;
         };
-        let all = blocks.iter().all(|index| may_leave(self.table.get(*index), usable));
+        let Some(blocks) = tier.slots.coldest_other_slab(class, before) else {
+            return false;
+        };
+        let all = blocks.iter().all(|index| {
+            let block = self.table.get(*index);
+            let leave = match home {
+                Home::Host => host_may_leave(block, usable),
+                Home::Device(gpu) => {
+                    let found = self.devices.get(usize::from(gpu.0));
+                    device_may_leave(block, found.is_some_and(|d| d.dirty.contains(*index)))
+                }
+            };
+            leave == Leave::Yes
+        });
         if all {
             for index in &blocks {
-                self.evict_host(*index);
+                self.evict(home, *index);
             }
         }
         all && !blocks.is_empty()
     }
 
-    fn evict_host(&mut self, index: u32) {
-        self.host.evicted += 1;
-        self.drop_host(index);
+    fn evict(&mut self, home: Home, index: u32) {
+        match home {
+            Home::Host => {
+                self.host.evicted += 1;
+                self.drop_host(index);
+            }
+            Home::Device(gpu) => {
+                if let Some(found) = self.device_mut(gpu) {
+                    found.evicted += 1;
+                }
+                self.drop_device(index);
+            }
+        }
         self.after_loss(index);
     }
 
     /// The block gets a copy in this slot once it is filled. A ghost's descendants can be reached
     /// again.
-    pub(crate) fn begin_fill(&mut self, index: u32, slot: SlotId, gathered: bool) {
+    pub(crate) fn begin_fill(&mut self, index: u32, place: SlotPlace, source: FillSource) {
         let was_ghost = self.table.get(index).is_ghost();
-        self.table.get_mut(index).host = HostCopy::Filling { slot, gathered, doomed: false };
+        let block = self.table.get_mut(index);
+        match place {
+            SlotPlace::Host(slot) => {
+                block.host = HostCopy::Filling { slot, source, doomed: false };
+            }
+            SlotPlace::Device(gpu, slot) => {
+                block.device = DeviceCopy::Filling { gpu, slot, doomed: false };
+            }
+        }
         if was_ghost && !self.table.get(index).orphan {
             self.mark_below(index, false);
         }
@@ -221,10 +224,9 @@ impl Catalog {
     /// A fill ended without a usable copy.
     pub(crate) fn abort_fill(&mut self, index: u32) {
         if let HostCopy::Filling { slot, .. } = self.table.get(index).host {
-            if let Some(policy) = self.policy_of(index) {
-                policy.remove(index);
-            }
-            self.host.slots.release(slot);
+            let bytes = self.table.get(index).raw_bytes;
+            self.host.tier.remove(index, bytes);
+            self.host.tier.slots.release(slot);
             self.table.get_mut(index).host = HostCopy::Absent;
         }
     }
@@ -233,19 +235,18 @@ impl Catalog {
     pub(crate) fn drop_host(&mut self, index: u32) {
         match self.table.get(index).host {
             HostCopy::Absent | HostCopy::Draining { .. } => {}
-            HostCopy::Filling { slot, gathered, .. } => {
-                let doomed = HostCopy::Filling { slot, gathered, doomed: true };
+            HostCopy::Filling { slot, source, .. } => {
+                let doomed = HostCopy::Filling { slot, source, doomed: true };
                 self.table.get_mut(index).host = doomed;
             }
             HostCopy::Resident { slot, users } => {
                 self.forget_dirty(index);
-                if let Some(policy) = self.policy_of(index) {
-                    policy.remove(index);
-                }
+                let bytes = self.table.get(index).raw_bytes;
+                self.host.tier.remove(index, bytes);
                 if users > 0 {
                     self.table.get_mut(index).host = HostCopy::Draining { slot, users };
                 } else {
-                    self.host.slots.release(slot);
+                    self.host.tier.slots.release(slot);
                     self.table.get_mut(index).host = HostCopy::Absent;
                 }
             }
@@ -288,7 +289,7 @@ impl Catalog {
                 if *users == 0 {
                     let slot = *slot;
                     self.table.get_mut(index).host = HostCopy::Absent;
-                    self.host.slots.release(slot);
+                    self.host.tier.slots.release(slot);
                     self.after_loss(index);
                 }
             }
@@ -334,7 +335,14 @@ impl Catalog {
 
     /// Cleans up after a copy was dropped: a block without copies becomes a ghost or goes.
     pub(crate) fn after_loss(&mut self, index: u32) {
-        if !self.table.live(index).is_some_and(Block::is_ghost) {
+        let Some(block) = self.table.live(index) else {
+            return;
+        };
+        if !block.is_ghost() {
+            // What is in a GPU's pool only can be lost with the next eviction there.
+            if self.nvme_usable() {
+                self.note_device_only(index);
+            }
             return;
         }
         self.fail_waiters(index, MissReason::Absent);
@@ -350,6 +358,7 @@ impl Catalog {
     pub(crate) fn drop_copies(&mut self, index: u32, erase: bool) {
         self.drop_nvme(index, erase);
         self.drop_host(index);
+        self.drop_device(index);
         self.after_loss(index);
     }
 
@@ -374,9 +383,7 @@ impl Catalog {
         if let Some(ghost) = self.table.surplus_ghost() {
             for index in self.table.subtrees(std::iter::once(ghost)).into_iter().rev() {
                 if self.table.live(index).is_some_and(|block| block.pins == 0) {
-                    self.drop_nvme(index, true);
-                    self.drop_host(index);
-                    self.after_loss(index);
+                    self.drop_copies(index, true);
                 }
             }
         }
@@ -430,8 +437,24 @@ impl Catalog {
 
 /// Whether a block's host copy may be dropped without I/O and without breaking a promise. A leased
 /// or pinned block that is on nvme too keeps that copy.
-fn may_leave(block: &Block, nvme_usable: bool) -> bool {
+fn host_may_leave(block: &Block, nvme_usable: bool) -> Leave {
     let clean = matches!(block.nvme, NvmeCopy::Resident(_));
-    matches!(block.host, HostCopy::Resident { users: 0, .. })
-        && (clean || (!nvme_usable && block.pins == 0))
+    match block.host {
+        HostCopy::Resident { users: 0, .. } if clean => Leave::Yes,
+        _ if block.pins > 0 => Leave::Pinned,
+        HostCopy::Resident { users: 0, .. } if !nvme_usable => Leave::Yes,
+        _ => Leave::No,
+    }
+}
+
+/// The same for a copy in a GPU's pool. `dirty`: it is still to be copied to host RAM.
+fn device_may_leave(block: &Block, dirty: bool) -> Leave {
+    let below = matches!(block.host, HostCopy::Resident { .. })
+        || matches!(block.nvme, NvmeCopy::Resident(_));
+    match block.device {
+        DeviceCopy::Resident { users: 0, .. } if below => Leave::Yes,
+        _ if block.pins > 0 => Leave::Pinned,
+        DeviceCopy::Resident { users: 0, .. } if !dirty => Leave::Yes,
+        _ => Leave::No,
+    }
 }

@@ -2,7 +2,8 @@
 
 use super::policy::Policy;
 use super::request::{
-    AskId, OfflineReason, Outcome, RegionId, Reply, Request, SessionId, TenantId, TicketId,
+    AskId, GpuId, OfflineReason, Outcome, RegionId, Reply, Request, SessionId, TenantId, TicketId,
+    Tier,
 };
 use super::slots::SlotId;
 use crate::block::{BlockKey, Codec, Descriptor, ElementType, NamespaceId, Sum128};
@@ -25,6 +26,15 @@ pub struct NamespaceInfo {
     pub codec: Codec,
     /// The element type, which the codec needs.
     pub element: ElementType,
+}
+
+/// A slot of one of the tiers that are cut into slots.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum SlotPlace {
+    /// In the host arena.
+    Host(SlotId),
+    /// In the pool of a GPU.
+    Device(GpuId, SlotId),
 }
 
 /// Why an operation at the edge failed.
@@ -67,6 +77,8 @@ pub enum Event {
         places: u32,
         /// Bytes of one block.
         block_bytes: u32,
+        /// The GPU in whose memory it is; `None`: host memory.
+        gpu: Option<GpuId>,
     },
     /// A region is gone.
     RegionClosed {
@@ -104,6 +116,20 @@ pub enum Event {
         op: OpId,
         /// Whether.
         result: Result<(), OpError>,
+    },
+    /// [`Action::Demote`] ended; the host slot holds the bytes, with their host descriptor.
+    Demoted {
+        /// Which.
+        op: OpId,
+        /// Whether.
+        result: Result<(), OpError>,
+    },
+    /// A GPU is lost: nothing that follows on it can work.
+    DeviceLost {
+        /// Which.
+        gpu: GpuId,
+        /// Why.
+        reason: OfflineReason,
     },
     /// [`Action::Read`] ended; the slot holds verified, decoded bytes.
     Read {
@@ -196,8 +222,10 @@ pub enum Action {
         region: RegionId,
         /// this place,
         place: u32,
-        /// to there.
-        slot: SlotId,
+        /// after this event of the region's ring,
+        after_event: Option<u32>,
+        /// to there: a slot of host RAM, or of the GPU that the region is on.
+        to: SlotPlace,
         /// The block, with its checksums still to be filled in.
         descriptor: Box<Descriptor>,
     },
@@ -209,13 +237,19 @@ pub enum Action {
         region: RegionId,
         /// Which place.
         place: u32,
+        /// After which event of the region's ring.
+        after_event: Option<u32>,
+        /// Bytes of the block.
+        raw_bytes: u32,
     },
     /// Verify a slot against its host descriptor and this identity, then copy it into a region.
     Scatter {
         /// Number of the completion.
         op: OpId,
-        /// From here.
-        slot: SlotId,
+        /// From here: a slot of host RAM, or of the GPU that the region is on.
+        from: SlotPlace,
+        /// For a region on a GPU: by way of this slot of the GPU's pool, which keeps the block.
+        through: Option<SlotId>,
         /// What must be there.
         namespace: NamespaceId,
         /// What must be there.
@@ -226,8 +260,23 @@ pub enum Action {
         raw_bytes: u32,
         /// To there,
         region: RegionId,
-        /// this place.
+        /// this place,
         place: u32,
+        /// after this event of the region's ring.
+        after_event: Option<u32>,
+    },
+    /// Copy a block from a GPU's pool into a slot of host RAM, and write its host descriptor.
+    Demote {
+        /// Number of the completion.
+        op: OpId,
+        /// Which GPU.
+        gpu: GpuId,
+        /// From this slot of its pool,
+        from: SlotId,
+        /// to this slot of host RAM.
+        to: SlotId,
+        /// The block, complete.
+        descriptor: Box<Descriptor>,
     },
     /// Read a block from nvme into a slot: length and checksum compared, decoded, host descriptor
     /// written.
@@ -311,9 +360,35 @@ pub enum Action {
     },
     /// A tier went off. For the log.
     TierOffline {
+        /// Which: nvme, or a GPU's pool.
+        tier: Tier,
+        /// Which GPU.
+        gpu: Option<GpuId>,
         /// Why.
         reason: OfflineReason,
     },
+}
+
+/// A GPU's pool as the catalog sees it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct DeviceShape {
+    /// Bytes of the pool; 0: blocks pass through the GPU and none is kept there.
+    pub pool_bytes: u64,
+    /// Bytes of a slab.
+    pub slab_bytes: u32,
+}
+
+impl DeviceShape {
+    /// A pool of so many bytes, with slabs of the usual size.
+    pub fn of(pool_bytes: u64) -> DeviceShape {
+        DeviceShape { pool_bytes, slab_bytes: slab_bytes_for(pool_bytes) }
+    }
+}
+
+/// Bytes of a slab of an arena or a pool: a 64th, 4 MiB to 64 MiB, whole huge pages.
+pub fn slab_bytes_for(bytes: u64) -> u32 {
+    let unit = 2 << 20;
+    (bytes / 64 / unit * unit).clamp(4 << 20, 64 << 20) as u32
 }
 
 /// The nvme tier as the catalog sees it.
@@ -343,6 +418,8 @@ pub struct CatalogConfig {
     pub slab_bytes: u32,
     /// Makes the eviction policy of one host size class.
     pub host_policy: fn() -> Box<dyn Policy>,
+    /// The pool of each GPU, if there are any.
+    pub devices: Vec<DeviceShape>,
     /// The nvme tier, if there is one.
     pub nvme: Option<NvmeShape>,
     /// Limits on what clients may hold.

@@ -7,9 +7,9 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use super::event::OpId;
-use super::request::{LeaseId, Outcome, RegionId, SessionId, TicketId, Tier, Timestamp};
-use super::slots::SlotId;
-use super::table::Location;
+use super::event::SlotPlace;
+use super::request::{GpuId, LeaseId, Outcome, RegionId, SessionId, TicketId, Tier, Timestamp};
+use super::table::{BlockRef, Location};
 
 /// State of one block of a ticket.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -101,13 +101,21 @@ pub(crate) struct Part {
     pub(crate) at: usize,
 }
 
+/// The client's memory that a load or store is about.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Target {
+    pub(crate) region: RegionId,
+    /// The event of the region's ring that is waited for first.
+    pub(crate) after_event: Option<u32>,
+}
+
 /// Who waits for a block to arrive in host RAM, and what then.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Waiter {
     /// Scatter it to the region.
-    Load { part: Part, region: RegionId, place: u32, tier: Tier },
+    Load { part: Part, target: Target, place: u32, tier: Tier },
     /// Compare the region's bytes with it.
-    Store { part: Part, region: RegionId, place: u32 },
+    Store { part: Part, target: Target, place: u32 },
     /// Nothing more.
     Prefetch { part: Part },
 }
@@ -125,12 +133,64 @@ impl Waiter {
 /// An operation at the edge.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Op {
-    Gather { block: u32, part: Part },
-    Compare { block: u32, part: Part },
-    Scatter { block: u32, slot: SlotId, part: Part, region: RegionId, place: u32, tier: Tier },
-    Read { block: u32, slot: SlotId, segment: u32, retry: bool },
-    Encode { block: u32, bytes: u64 },
-    Write { block: u32, location: Location, bytes: u64 },
+    /// `gpu`: the one that carries it out, if it is not the copy pool.
+    Gather {
+        block: u32,
+        part: Part,
+        to: SlotPlace,
+        gpu: Option<GpuId>,
+    },
+    Compare {
+        block: u32,
+        part: Part,
+        gpu: Option<GpuId>,
+    },
+    Scatter {
+        block: u32,
+        from: SlotPlace,
+        part: Part,
+        to: Scatter,
+        gpu: Option<GpuId>,
+    },
+    Demote {
+        block: u32,
+        gpu: GpuId,
+    },
+    Read {
+        block: u32,
+        segment: u32,
+        retry: bool,
+    },
+    Encode {
+        block: u32,
+        bytes: u64,
+    },
+    Write {
+        block: u32,
+        location: Location,
+        bytes: u64,
+    },
+}
+
+/// Where a block is scattered to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scatter {
+    pub(crate) target: Target,
+    pub(crate) place: u32,
+    /// The tier it comes from, as the client is told.
+    pub(crate) tier: Tier,
+    /// It is kept in the GPU's pool on its way.
+    pub(crate) promotes: bool,
+}
+
+impl Op {
+    fn gpu(&self) -> Option<GpuId> {
+        match self {
+            Op::Gather { gpu, .. } | Op::Compare { gpu, .. } | Op::Scatter { gpu, .. } => *gpu,
+            Op::Demote { gpu, .. } => Some(*gpu),
+            Op::Read { .. } | Op::Encode { .. } | Op::Write { .. } => None,
+        }
+    }
 }
 
 /// All that is under way.
@@ -138,9 +198,14 @@ pub(crate) enum Op {
 pub(crate) struct Flow {
     pub(crate) tickets: BTreeMap<TicketId, Ticket>,
     pub(crate) ops: HashMap<OpId, Op>,
-    /// When the device operations began.
-    device: BTreeMap<OpId, Timestamp>,
+    /// When the operations of nvme began.
+    nvme: BTreeMap<OpId, Timestamp>,
+    /// When those of each GPU began.
+    gpus: BTreeMap<(GpuId, OpId), Timestamp>,
     pub(crate) gathers: usize,
+    pub(crate) demotes: usize,
+    /// Blocks in GPU memory that somebody waits for in host RAM.
+    pub(crate) demote_first: VecDeque<BlockRef>,
     pub(crate) waiters: HashMap<u32, Vec<Waiter>>,
     /// Blocks to read for waiting clients, then for prefetch and reclaim.
     pub(crate) urgent: VecDeque<u32>,
@@ -172,7 +237,10 @@ impl Flow {
     /// Starts an operation that continues another one under the same number.
     pub(crate) fn start_as(&mut self, now: Timestamp, id: OpId, op: Op) {
         if matches!(op, Op::Read { .. } | Op::Write { .. }) {
-            self.device.insert(id, now);
+            self.nvme.insert(id, now);
+        }
+        if let Some(gpu) = op.gpu() {
+            self.gpus.insert((gpu, id), now);
         }
         self.gathers += usize::from(matches!(op, Op::Gather { .. }));
         self.ops.insert(id, op);
@@ -201,14 +269,28 @@ impl Flow {
     /// Takes the operation that ended.
     pub(crate) fn end(&mut self, op: OpId) -> Option<Op> {
         let ended = self.ops.remove(&op)?;
-        self.device.remove(&op);
+        self.nvme.remove(&op);
+        if let Some(gpu) = ended.gpu() {
+            self.gpus.remove(&(gpu, op));
+        }
         self.gathers -= usize::from(matches!(ended, Op::Gather { .. }));
         Some(ended)
     }
 
-    /// When the oldest device operation under way began.
-    pub(crate) fn oldest_on_device(&self) -> Option<Timestamp> {
-        self.device.values().next().copied()
+    /// When the oldest operation of nvme under way began.
+    pub(crate) fn oldest_on_nvme(&self) -> Option<Timestamp> {
+        self.nvme.values().next().copied()
+    }
+
+    /// When the oldest operation under way on each GPU began.
+    pub(crate) fn oldest_on_gpus(&self) -> Vec<(GpuId, Timestamp)> {
+        let mut oldest: Vec<(GpuId, Timestamp)> = Vec::new();
+        for ((gpu, _), since) in &self.gpus {
+            if oldest.last().is_none_or(|(last, _)| last != gpu) {
+                oldest.push((*gpu, *since));
+            }
+        }
+        oldest
     }
 
     pub(crate) fn wait(&mut self, block: u32, waiter: Waiter) {

@@ -1,14 +1,16 @@
-//! The way of a block to a client: from host RAM at once, from nvme through a slot.
+//! The way of a block to a client: from GPU memory or host RAM at once, from nvme through a slot.
 
 use super::Catalog;
-use super::event::{Action, OpError, OpId};
-use super::flow::{Op, Part, TicketKind, Waiter};
+use super::event::{Action, OpError, OpId, SlotPlace};
+use super::flow::{Op, Part, Scatter, Target, TicketKind, Waiter};
 use super::request::{
-    LeaseId, LoadBlock, MissReason, Outcome, PrefixQuery, Refusal, RegionId, Reply, SessionId, Tier,
+    GpuId, LeaseId, LoadBlock, MissReason, Outcome, PrefixQuery, Refusal, RegionId, Reply,
+    SessionId, Tier,
 };
 use super::segments::SegmentState;
+use super::slot_tier::Home;
 use super::slots::SlotId;
-use super::table::{HostCopy, NvmeCopy};
+use super::table::{DeviceCopy, FillSource, HostCopy, NvmeCopy};
 use crate::block::{Descriptor, ElementType, NamespaceId};
 
 /// Queued reads that may be passed over for want of a slot in one go.
@@ -23,10 +25,10 @@ impl Catalog {
         session: SessionId,
         lease: LeaseId,
         namespace: NamespaceId,
-        region: RegionId,
+        target: Target,
         blocks: &[LoadBlock],
     ) -> Reply {
-        let Some(shape) = self.clients.region_of(session, region) else {
+        let Some(shape) = self.clients.region_of(session, target.region) else {
             return Reply::Refused(Refusal::UnknownRegion);
         };
         if blocks.iter().any(|block| block.place >= shape.places) {
@@ -37,7 +39,7 @@ impl Catalog {
             Err(reply) => return reply,
         };
         if let Some(open) = self.flow.tickets.get_mut(&ticket) {
-            (open.lease, open.region) = (Some(lease), Some(region));
+            (open.lease, open.region) = (Some(lease), Some(target.region));
         }
         let tenant = self.tenant_of(session);
         for (at, block) in blocks.iter().enumerate() {
@@ -53,93 +55,171 @@ impl Catalog {
                 Some(index) if self.table.get(index).raw_bytes != shape.block_bytes => {
                     self.finish(part, Outcome::Missed(MissReason::Layout));
                 }
-                Some(index) => self.load_block(index, part, region, block.place),
+                Some(index) => self.load_block(index, part, target, block.place),
             }
         }
         self.end_if_complete(ticket);
         Reply::Ticket(ticket)
     }
 
-    /// Starts the way of one block into a region, from wherever it is.
-    fn load_block(&mut self, index: u32, part: Part, region: RegionId, place: u32) {
+    /// Starts the way of one block into a region, from the fastest tier that has it.
+    fn load_block(&mut self, index: u32, part: Part, target: Target, place: u32) {
+        let gpu = self.gpu_of(target.region);
+        if gpu.is_some_and(|gpu| !self.device_usable(gpu)) {
+            return self.finish(part, Outcome::Missed(MissReason::Device));
+        }
         let block = self.table.get(index);
-        match (block.host, block.nvme) {
-            (HostCopy::Resident { .. }, _) => {
-                self.start_scatter(index, part, region, place, Tier::Host);
+        if self.copy_for(index, gpu).is_some() {
+            return self.start_scatter(index, part, target, place, Tier::Host);
+        }
+        match (block.device, block.host, block.nvme) {
+            (DeviceCopy::Filling { doomed: false, .. }, HostCopy::Absent, NvmeCopy::Absent) => {
+                self.flow.wait(index, Waiter::Load { part, target, place, tier: Tier::Device });
             }
-            (HostCopy::Filling { doomed: false, gathered, .. }, _) => {
-                let tier = if gathered { Tier::Host } else { Tier::Nvme };
-                self.flow.wait(index, Waiter::Load { part, region, place, tier });
+            (_, HostCopy::Filling { doomed: false, source, .. }, _) => {
+                let tier = match source {
+                    FillSource::Client => Tier::Host,
+                    FillSource::Device => Tier::Device,
+                    FillSource::Nvme => Tier::Nvme,
+                };
+                self.flow.wait(index, Waiter::Load { part, target, place, tier });
             }
-            (HostCopy::Absent, NvmeCopy::Resident(_)) if self.nvme_usable() => {
-                self.flow.wait(index, Waiter::Load { part, region, place, tier: Tier::Nvme });
+            (DeviceCopy::Resident { .. }, HostCopy::Absent, _) => {
+                self.flow.wait(index, Waiter::Load { part, target, place, tier: Tier::Device });
+                self.queue_demote(index);
+            }
+            (_, HostCopy::Absent, NvmeCopy::Resident(_)) if self.nvme_usable() => {
+                self.flow.wait(index, Waiter::Load { part, target, place, tier: Tier::Nvme });
                 self.queue_fetch(index, true);
             }
             _ => self.finish(part, Outcome::Missed(MissReason::Absent)),
         }
     }
 
-    fn start_scatter(&mut self, index: u32, part: Part, region: RegionId, place: u32, tier: Tier) {
-        let Some(slot) = self.table.get(index).host_slot() else {
-            return self.finish(part, Outcome::Missed(MissReason::Absent));
+    /// The GPU that a region is on.
+    pub(super) fn gpu_of(&self, region: RegionId) -> Option<GpuId> {
+        self.clients.regions.get(&region).and_then(|shape| shape.gpu)
+    }
+
+    /// The slot from which the block can be scattered to a region on `gpu`, or in host memory.
+    fn copy_for(&self, index: u32, gpu: Option<GpuId>) -> Option<SlotPlace> {
+        let block = self.table.get(index);
+        let near = block.device_slot().filter(|(on, _)| Some(*on) == gpu);
+        let near = near.map(|(on, slot)| SlotPlace::Device(on, slot));
+        near.or_else(|| block.host_slot().map(SlotPlace::Host))
+    }
+
+    fn start_scatter(&mut self, index: u32, part: Part, target: Target, place: u32, tier: Tier) {
+        let gpu = self.gpu_of(target.region);
+        let Some(from) = self.copy_for(index, gpu) else {
+            return self.load_block(index, part, target, place);
         };
-        self.add_user(index);
+        let (tier, through) = match from {
+            SlotPlace::Device(..) => {
+                self.add_device_user(index);
+                (Tier::Device, None)
+            }
+            SlotPlace::Host(_) => {
+                self.add_user(index);
+                (tier, gpu.and_then(|gpu| self.promotion(gpu, index)))
+            }
+        };
         if let Some(ticket) = self.flow.tickets.get_mut(&part.ticket) {
             ticket.set_active(part.at);
         }
-        let op = self
-            .flow
-            .start(self.now, Op::Scatter { block: index, slot, part, region, place, tier });
+        let to = Scatter { target, place, tier, promotes: through.is_some() };
+        let op = self.flow.start(self.now, Op::Scatter { block: index, from, part, to, gpu });
         let block = self.table.get(index);
         self.actions.push(Action::Scatter {
             op,
-            slot,
+            from,
+            through,
             namespace: block.namespace,
             key: block.key,
             raw_sum: block.raw_sum,
             raw_bytes: block.raw_bytes,
-            region,
+            region: target.region,
             place,
+            after_event: target.after_event,
         });
     }
 
     pub(super) fn scattered(&mut self, op: OpId, result: Result<(), OpError>) {
-        let Some(Op::Scatter { block: index, slot, part, region, place, tier }) = self.take_op(op)
-        else {
+        let Some(Op::Scatter { block: index, from, part, to, .. }) = self.take_op(op) else {
             return;
         };
-        self.host.bytes_out += u64::from(self.table.get(index).raw_bytes);
+        if to.promotes {
+            match result {
+                Ok(()) => self.device_filled(index),
+                Err(_) => self.abort_device_fill(index),
+            }
+        }
+        self.count_scattered(index, from, result.is_ok());
         match result {
             Ok(()) => {
-                self.remove_user(index);
-                self.finish(part, Outcome::Loaded(tier));
+                self.release_copy(index, from);
+                self.finish(part, Outcome::Loaded(to.tier));
             }
-            Err(OpError::Checksum) => {
-                // The slot is bad. A copy on nvme may still be good.
-                if self.table.get(index).host_slot() == Some(slot) {
-                    self.counters.corrupt += 1;
-                    self.drop_host(index);
-                }
-                let again = matches!(self.table.get(index).nvme, NvmeCopy::Resident(_));
-                if !(again && self.nvme_usable()) {
-                    self.finish(part, Outcome::Missed(MissReason::Checksum));
-                    return self.remove_user(index);
-                }
-                self.remove_user(index);
-                if let Some(ticket) = self.flow.tickets.get_mut(&part.ticket) {
-                    ticket.set_waiting(part.at);
-                }
-                self.load_block(index, part, region, place);
-            }
+            Err(OpError::Checksum) => self.scatter_of_bad_bytes(index, from, part, to),
             Err(OpError::Region) => {
-                self.remove_user(index);
+                self.release_copy(index, from);
                 self.finish(part, Outcome::Missed(MissReason::Gone));
             }
             Err(OpError::Device | OpError::DeviceGone) => {
-                self.remove_user(index);
+                self.release_copy(index, from);
                 self.finish(part, Outcome::Missed(MissReason::Device));
             }
         }
+    }
+
+    fn count_scattered(&mut self, index: u32, from: SlotPlace, hit: bool) {
+        let bytes = u64::from(self.table.get(index).raw_bytes);
+        match from {
+            SlotPlace::Host(_) => self.host.bytes_out += bytes,
+            SlotPlace::Device(gpu, _) => {
+                if let Some(found) = self.device_mut(gpu) {
+                    found.bytes_out += bytes;
+                    found.hits += u64::from(hit);
+                }
+            }
+        }
+    }
+
+    fn release_copy(&mut self, index: u32, from: SlotPlace) {
+        match from {
+            SlotPlace::Host(_) => self.remove_user(index),
+            SlotPlace::Device(..) => self.remove_device_user(index),
+        }
+    }
+
+    /// The slot is bad. A copy in another tier may still be good.
+    fn scatter_of_bad_bytes(&mut self, index: u32, from: SlotPlace, part: Part, to: Scatter) {
+        let block = self.table.get(index);
+        let (host, device) = (block.host_slot(), block.device_slot());
+        match from {
+            SlotPlace::Host(slot) if host == Some(slot) => {
+                self.counters.corrupt += 1;
+                self.drop_host(index);
+            }
+            SlotPlace::Device(gpu, slot) if device == Some((gpu, slot)) => {
+                self.counters.corrupt += 1;
+                self.drop_device(index);
+            }
+            _ => {}
+        }
+        let block = self.table.get(index);
+        let again = block.host_slot().is_some()
+            || block.device_slot().is_some()
+            || (matches!(block.nvme, NvmeCopy::Resident(_)) && self.nvme_usable());
+        if !again {
+            self.finish(part, Outcome::Missed(MissReason::Checksum));
+            return self.release_copy(index, from);
+        }
+        self.release_copy(index, from);
+        if let Some(ticket) = self.flow.tickets.get_mut(&part.ticket) {
+            ticket.set_waiting(part.at);
+        }
+        self.load_block(index, part, to.target, to.place);
     }
 
     pub(super) fn prefetch(&mut self, session: SessionId, prefix: &PrefixQuery) -> Reply {
@@ -153,6 +233,7 @@ impl Catalog {
             let found = self.table.find(prefix.namespace, key);
             match found.map(|index| (index, self.table.get(index))) {
                 Some((index, block)) => match (block.host, block.nvme) {
+                    _ if block.device_slot().is_some() => self.finish(part, Outcome::Fetched),
                     (HostCopy::Resident { .. }, _) => self.finish(part, Outcome::Fetched),
                     (HostCopy::Filling { doomed: false, .. }, _) => {
                         self.flow.wait(index, Waiter::Prefetch { part });
@@ -193,13 +274,13 @@ impl Catalog {
             let NvmeCopy::Resident(location) = block.nvme else {
                 continue;
             };
-            let Some(slot) = self.take_slot(index) else {
+            let Some(slot) = self.take_slot(Home::Host, index) else {
                 if self.no_room(index, urgent) {
                     deferred.push((index, urgent));
                 }
                 continue;
             };
-            self.begin_fill(index, slot, false);
+            self.begin_fill(index, SlotPlace::Host(slot), FillSource::Nvme);
             self.touch(index);
             self.start_read(index, slot, location.segment, false);
         }
@@ -257,7 +338,7 @@ impl Catalog {
         if let Some(nvme) = &mut self.nvme {
             nvme.segments.get_mut(segment).readers += 1;
         }
-        let op = self.flow.start(self.now, Op::Read { block: index, slot, segment, retry });
+        let op = self.flow.start(self.now, Op::Read { block: index, segment, retry });
         let descriptor = Box::new(self.descriptor(index));
         let element = self.element_of(descriptor.namespace);
         let urgent = self.flow.waiters.contains_key(&index);
@@ -303,7 +384,7 @@ impl Catalog {
     }
 
     pub(super) fn read_done(&mut self, op: OpId, result: Result<(), OpError>) {
-        let Some(Op::Read { block: index, slot, segment, retry }) = self.take_op(op) else {
+        let Some(Op::Read { block: index, segment, retry }) = self.take_op(op) else {
             return;
         };
         self.flow.reads -= 1;
@@ -314,7 +395,7 @@ impl Catalog {
             return;
         };
         match result {
-            Ok(()) if !doomed => self.read_succeeded(index, slot),
+            Ok(()) if !doomed => self.read_succeeded(index),
             Ok(()) => {
                 self.abort_fill(index);
                 self.after_loss(index);
@@ -324,19 +405,28 @@ impl Catalog {
         self.settle_segment(segment);
     }
 
-    fn read_succeeded(&mut self, index: u32, slot: SlotId) {
+    fn read_succeeded(&mut self, index: u32) {
         let bytes = u64::from(self.table.get(index).raw_bytes);
-        self.table.get_mut(index).host = HostCopy::Resident { slot, users: 0 };
-        self.host.bytes_in += bytes;
         if let Some(nvme) = &mut self.nvme {
             nvme.bytes_out += bytes;
         }
+        self.host_filled(index);
+    }
+
+    /// A slot of host RAM was filled from another tier: whoever waited goes on.
+    pub(super) fn host_filled(&mut self, index: u32) {
+        let HostCopy::Filling { slot, .. } = self.table.get(index).host else {
+            return;
+        };
         let block = self.table.get_mut(index);
+        block.host = HostCopy::Resident { slot, users: 0 };
+        self.host.bytes_in += u64::from(block.raw_bytes);
         if std::mem::take(&mut block.reinsert) && matches!(block.nvme, NvmeCopy::Resident(_)) {
             self.counters.reinserted += 1;
             self.drop_nvme(index, false);
         } else if !matches!(self.table.get(index).nvme, NvmeCopy::Resident(_)) {
-            // Its copy on nvme went while it was read (the tier was latched offline).
+            // It comes from a GPU, or its copy on nvme went while it was read (the tier was
+            // latched offline).
             self.become_dirty(index);
         }
         self.wake(index);
@@ -353,19 +443,20 @@ impl Catalog {
             let HostCopy::Filling { slot: old, .. } = self.table.get(index).host else {
                 return;
             };
-            let class = self.class_of(self.table.get(index).raw_bytes);
-            let other = class.and_then(|class| self.host.slots.allocate(class, index));
+            let slots = &mut self.host.tier.slots;
+            let class = slots.class_of(self.table.get(index).raw_bytes);
+            let other = class.and_then(|class| slots.allocate(class, index));
             let slot = match other {
                 Some(new) => {
                     if let Some((slab, slot_bytes)) = new.bind {
                         self.actions.push(Action::BindSlab { slab, slot_bytes });
                     }
-                    self.host.slots.release(old);
+                    self.host.tier.slots.release(old);
                     new.slot
                 }
                 None => old,
             };
-            let filling = HostCopy::Filling { slot, gathered: false, doomed: false };
+            let filling = HostCopy::Filling { slot, source: FillSource::Nvme, doomed: false };
             self.table.get_mut(index).host = filling;
             self.start_read(index, slot, segment, true);
             return;
@@ -398,7 +489,7 @@ impl Catalog {
         }
     }
 
-    /// The block is in host RAM now: whoever waited goes on.
+    /// The block is in a faster tier now: whoever waited goes on.
     pub(super) fn wake(&mut self, index: u32) {
         for waiter in self.flow.waiters.remove(&index).unwrap_or_default() {
             let part = waiter.part();
@@ -407,11 +498,11 @@ impl Catalog {
                 continue;
             }
             match waiter {
-                Waiter::Load { region, place, tier, .. } => {
-                    self.start_scatter(index, part, region, place, tier);
+                Waiter::Load { target, place, tier, .. } => {
+                    self.start_scatter(index, part, target, place, tier);
                 }
-                Waiter::Store { region, place, .. } => {
-                    self.start_compare(index, part, region, place);
+                Waiter::Store { target, place, .. } => {
+                    self.start_compare(index, part, target, place);
                 }
                 Waiter::Prefetch { .. } => self.finish(part, Outcome::Fetched),
             }

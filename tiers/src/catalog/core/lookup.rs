@@ -4,7 +4,7 @@ use super::Catalog;
 use super::request::{
     LeaseId, Limit, LookupReply, PinId, PrefixQuery, Refusal, Reply, Run, RunState, SessionId, Tier,
 };
-use super::table::{BlockRef, HostCopy, NvmeCopy};
+use super::table::{BlockRef, DeviceCopy, FillSource, HostCopy, NvmeCopy};
 use crate::block::{BlockKey, NamespaceId};
 
 impl Catalog {
@@ -13,13 +13,17 @@ impl Catalog {
     fn available(&self, namespace: NamespaceId, key: &BlockKey) -> Option<(u32, Tier, RunState)> {
         let index = self.table.find(namespace, key)?;
         let block = self.table.get(index);
-        match (block.host, block.nvme) {
-            (HostCopy::Resident { .. }, _) => Some((index, Tier::Host, RunState::Ready)),
-            (HostCopy::Filling { doomed: false, gathered: true, .. }, _) => {
+        match (block.device, block.host, block.nvme) {
+            (DeviceCopy::Resident { .. }, ..) => Some((index, Tier::Device, RunState::Ready)),
+            (_, HostCopy::Resident { .. }, _) => Some((index, Tier::Host, RunState::Ready)),
+            (_, HostCopy::Filling { doomed: false, source: FillSource::Client, .. }, _) => {
                 Some((index, Tier::Host, RunState::Pending))
             }
-            (_, NvmeCopy::Resident(_)) if self.nvme_usable() => {
+            (_, _, NvmeCopy::Resident(_)) if self.nvme_usable() => {
                 Some((index, Tier::Nvme, RunState::Ready))
+            }
+            (DeviceCopy::Filling { doomed: false, .. }, HostCopy::Absent, _) => {
+                Some((index, Tier::Device, RunState::Pending))
             }
             _ => None,
         }

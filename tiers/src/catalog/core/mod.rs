@@ -10,6 +10,7 @@
 mod admin;
 mod clients;
 mod copies;
+mod device;
 mod erase;
 mod event;
 mod flow;
@@ -17,6 +18,7 @@ mod load;
 mod lookup;
 mod policy;
 mod segments;
+mod slot_tier;
 mod slots;
 mod spill;
 mod store;
@@ -26,7 +28,10 @@ mod tests;
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
-pub use event::{Action, CatalogConfig, Event, Limits, NamespaceInfo, NvmeShape, OpError, OpId};
+pub use event::{
+    Action, CatalogConfig, DeviceShape, Event, Limits, NamespaceInfo, NvmeShape, OpError, OpId,
+    SlotPlace, slab_bytes_for,
+};
 pub use policy::{Fifo, Lru, POLICY_NAMES, Policy, Sieve, policy_by_name};
 pub use slots::SlotId;
 
@@ -35,8 +40,9 @@ use super::request::*;
 use crate::block::{BlockKey, NamespaceId};
 use clients::{Clients, RegionShape, Session};
 use copies::{HostTier, NvmeTier};
+use device::DeviceTier;
 use erase::Erasures;
-use flow::{Flow, Op, Part, Ticket, TicketKind};
+use flow::{Flow, Op, Part, Target, Ticket, TicketKind};
 use table::BlockTable;
 
 /// The state of one node's cache.
@@ -51,6 +57,7 @@ pub struct Catalog {
     trickle_bytes: u64,
     table: BlockTable,
     namespaces: HashMap<NamespaceId, NamespaceInfo>,
+    devices: Vec<DeviceTier>,
     host: HostTier,
     nvme: Option<NvmeTier>,
     clients: Clients,
@@ -98,7 +105,9 @@ struct Counters {
 impl Catalog {
     /// An empty catalog.
     pub fn new(config: CatalogConfig) -> Catalog {
-        let host = HostTier::new(config.host_bytes, config.slab_bytes);
+        let host = HostTier::new(&config);
+        let devices = config.devices.iter();
+        let devices = devices.map(|shape| DeviceTier::new(shape, config.host_policy)).collect();
         let nvme = config.nvme.as_ref().map(NvmeTier::new);
         Catalog {
             table: BlockTable::new(config.hash_seed),
@@ -109,6 +118,7 @@ impl Catalog {
             trickle_at: Timestamp(0),
             trickle_bytes: 0,
             namespaces: HashMap::new(),
+            devices,
             host,
             nvme,
             clients: Clients::default(),
@@ -133,10 +143,10 @@ impl Catalog {
             }
             Event::SessionOpened { session, tenant } => self.open_session(session, tenant),
             Event::SessionClosed { session } => self.close_session(session),
-            Event::RegionOpened { session, region, places, block_bytes } => {
+            Event::RegionOpened { session, region, places, block_bytes, gpu } => {
                 if let Some(holder) = self.clients.sessions.get_mut(&session) {
                     holder.regions.insert(region);
-                    let shape = RegionShape { session, places, block_bytes };
+                    let shape = RegionShape { session, places, block_bytes, gpu };
                     self.clients.regions.insert(region, shape);
                 }
             }
@@ -145,6 +155,8 @@ impl Catalog {
             Event::Gathered { op, result } => self.gathered(op, result),
             Event::Compared { op, result } => self.compared(op, result),
             Event::Scattered { op, result } => self.scattered(op, result),
+            Event::Demoted { op, result } => self.demoted(op, result),
+            Event::DeviceLost { gpu, reason } => self.take_device_offline(gpu, reason),
             Event::Read { op, result } => self.read_done(op, result),
             Event::Encoded { op, result } => self.encoded(op, result),
             Event::Written { op, result } => self.written(op, result),
@@ -162,6 +174,7 @@ impl Catalog {
             }
             Event::Tick => self.expire(),
         }
+        self.pump_demotes();
         self.pump_fetches();
         self.pump_reclaim();
         self.pump_writes();
@@ -179,11 +192,13 @@ impl Catalog {
         }
         let reply = match request {
             Request::Lookup { prefixes, lease_ms } => self.lookup(session, &prefixes, lease_ms),
-            Request::Load { lease, namespace, region, blocks } => {
-                self.load(session, lease, namespace, region, &blocks)
+            Request::Load { lease, namespace, region, after_event, blocks } => {
+                let target = Target { region, after_event };
+                self.load(session, lease, namespace, target, &blocks)
             }
-            Request::Store { namespace, conversation, region, blocks } => {
-                self.store(session, namespace, conversation, region, &blocks)
+            Request::Store { namespace, conversation, region, after_event, blocks } => {
+                let target = Target { region, after_event };
+                self.store(session, namespace, conversation, target, &blocks)
             }
             Request::Touch { prefix } => self.touch_prefix(&prefix),
             Request::Prefetch { prefix } => self.prefetch(session, &prefix),
@@ -262,9 +277,15 @@ impl Catalog {
         if !late.is_empty() {
             self.flow.purge_waiters();
         }
-        let stuck = |since: Timestamp| since.plus_ms(self.config.limits.device_ms) < self.now;
-        if self.flow.oldest_on_device().is_some_and(stuck) {
+        let (now, limit) = (self.now, self.config.limits.device_ms);
+        let stuck = |since: Timestamp| since.plus_ms(limit) < now;
+        if self.flow.oldest_on_nvme().is_some_and(stuck) {
             self.take_nvme_offline(OfflineReason::DeviceStuck);
+        }
+        for (gpu, since) in self.flow.oldest_on_gpus() {
+            if stuck(since) {
+                self.take_device_offline(gpu, OfflineReason::DeviceStuck);
+            }
         }
     }
 
@@ -325,6 +346,8 @@ impl Catalog {
         if let Outcome::Loaded(tier) = outcome {
             match (tier, &mut self.nvme) {
                 (Tier::Nvme, Some(nvme)) => nvme.hits += 1,
+                // Counted where it is known which GPU it was.
+                (Tier::Device, _) => {}
                 _ => self.host.hits += 1,
             }
         }

@@ -4,7 +4,7 @@ use super::Catalog;
 use super::copies::slot_bytes;
 use super::event::{Action, OpError, OpId};
 use super::flow::Op;
-use super::request::{OfflineReason, Reply};
+use super::request::{OfflineReason, Reply, Tier};
 use super::segments::{SegmentState, Space};
 use super::table::{HostCopy, Location, NIL, NvmeCopy};
 use crate::block::{Codec, Sum128, page_ceil};
@@ -26,7 +26,7 @@ impl Catalog {
     pub(super) fn refill_trickle(&mut self) {
         if self.config.idle_ms > 0 && self.now >= self.trickle_at {
             self.trickle_at = self.now.plus_ms(1000);
-            let part = self.host.slots.capacity_bytes() / TRICKLE_S;
+            let part = self.host.tier.slots.capacity_bytes() / TRICKLE_S;
             self.trickle_bytes = part.clamp(1, TRICKLE_BYTES_MAX);
         }
     }
@@ -57,7 +57,7 @@ impl Catalog {
     }
 
     fn wants_write_down(&self) -> bool {
-        let capacity = self.host.slots.capacity_bytes();
+        let capacity = self.host.tier.slots.capacity_bytes();
         let dirty_max = capacity - capacity / 100 * u64::from(self.config.clean_percent);
         let idle_us = self.config.idle_ms * 1000;
         let idle = idle_us > 0 && self.now.0.saturating_sub(self.last_demand.0) >= idle_us;
@@ -274,7 +274,7 @@ impl Catalog {
             return;
         }
         nvme.offline = Some(reason);
-        self.actions.push(Action::TierOffline { reason });
+        self.actions.push(Action::TierOffline { tier: Tier::Nvme, gpu: None, reason });
         for segment in 0..self.nvme.as_ref().map_or(0, |nvme| nvme.segments.count()) {
             for index in self.blocks_in(segment) {
                 self.drop_nvme(index, false);
@@ -366,6 +366,8 @@ impl Catalog {
     pub(super) fn answer_drain(&mut self) {
         let idle =
             self.flow.write_bytes == 0 && self.flow.gathers == 0 && self.host.dirty.len() == 0;
+        let above = self.flow.demotes > 0 || self.devices.iter().any(|d| d.dirty.len() > 0);
+        let idle = idle && !above;
         if !idle && self.nvme_usable() {
             return;
         }

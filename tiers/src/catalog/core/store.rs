@@ -1,12 +1,13 @@
-//! The way of a block from a client into host RAM.
+//! The way of a block from a client into GPU memory or host RAM.
 
 use super::Catalog;
-use super::event::{Action, OpError, OpId};
-use super::flow::{Op, Part, TicketKind, Waiter};
+use super::event::{Action, OpError, OpId, SlotPlace};
+use super::flow::{Op, Part, Target, TicketKind, Waiter};
 use super::request::{
-    Limit, MissReason, Outcome, Refusal, RegionId, RejectReason, Reply, SessionId, StoreBlock,
+    GpuId, Limit, MissReason, Outcome, Refusal, RejectReason, Reply, SessionId, StoreBlock,
 };
-use super::table::{HostCopy, NewBlock, NvmeCopy};
+use super::slot_tier::Home;
+use super::table::{DeviceCopy, FillSource, HostCopy, NewBlock, NvmeCopy};
 use crate::block::{NamespaceId, Sum128, page_ceil};
 
 /// Blocks before a stored one that are made more recent at most.
@@ -18,13 +19,13 @@ impl Catalog {
         session: SessionId,
         namespace: NamespaceId,
         conversation: u64,
-        region: RegionId,
+        target: Target,
         blocks: &[StoreBlock],
     ) -> Reply {
         if self.drain.is_some() {
             return Reply::Busy(Limit::Draining);
         }
-        let Some(shape) = self.clients.region_of(session, region) else {
+        let Some(shape) = self.clients.region_of(session, target.region) else {
             return Reply::Refused(Refusal::UnknownRegion);
         };
         if blocks.iter().any(|block| block.place >= shape.places) {
@@ -35,7 +36,7 @@ impl Catalog {
             Err(reply) => return reply,
         };
         if let Some(open) = self.flow.tickets.get_mut(&ticket) {
-            open.region = Some(region);
+            open.region = Some(target.region);
         }
         let generation = self.namespaces.get(&namespace).map_or(0, |info| info.generation);
         // Root first, so that what finds no room is the tail; and used leaf first, so that leaves
@@ -55,7 +56,7 @@ impl Catalog {
             if full {
                 self.finish(part, Outcome::Busy);
             } else {
-                full = !self.store_block(&new, conversation, part, region, block.place);
+                full = !self.store_block(&new, conversation, part, target, block.place);
             }
         }
         for block in blocks.iter().rev() {
@@ -88,7 +89,7 @@ impl Catalog {
         new: &NewBlock,
         conversation: u64,
         part: Part,
-        region: RegionId,
+        target: Target,
         place: u32,
     ) -> bool {
         if self.bad.contains(new.namespace, &new.key) {
@@ -98,25 +99,28 @@ impl Catalog {
         let too_large = self.nvme.as_ref().is_some_and(|nvme| {
             page_ceil(u64::from(new.raw_bytes)) > u64::from(nvme.segments.payload_bytes_max())
         });
-        if too_large || !self.host.slots.fits(new.raw_bytes) {
+        if too_large || !self.host.tier.slots.fits(new.raw_bytes) {
             self.finish(part, Outcome::Rejected(RejectReason::TooLarge));
             return true;
         }
         let index = self.table.find_or_insert(new);
         let block = self.table.get(index);
         if block.is_ghost() {
-            return self.store_new(index, new, conversation, part, region, place);
+            return self.store_new(index, new, conversation, part, target, place);
         }
         if block.raw_bytes != new.raw_bytes {
             self.finish(part, Outcome::Rejected(RejectReason::Mismatch));
             return true;
         }
-        match (block.host, block.nvme) {
-            (HostCopy::Filling { doomed: false, .. }, _) => {
-                self.flow.wait(index, Waiter::Store { part, region, place });
+        match (block.device, block.host, block.nvme) {
+            (DeviceCopy::Resident { .. }, ..)
+            | (_, HostCopy::Resident { .. }, _)
+            | (_, HostCopy::Absent, NvmeCopy::Resident(_)) => {
+                self.start_compare(index, part, target, place);
             }
-            (HostCopy::Resident { .. }, _) | (HostCopy::Absent, NvmeCopy::Resident(_)) => {
-                self.start_compare(index, part, region, place);
+            (DeviceCopy::Filling { doomed: false, .. }, ..)
+            | (_, HostCopy::Filling { doomed: false, .. }, _) => {
+                self.flow.wait(index, Waiter::Store { part, target, place });
             }
             // Its last copy is just being given up.
             _ => self.finish(part, Outcome::Busy),
@@ -130,7 +134,7 @@ impl Catalog {
         new: &NewBlock,
         conversation: u64,
         part: Part,
-        region: RegionId,
+        target: Target,
         place: u32,
     ) -> bool {
         let now_s = self.wall_s();
@@ -149,34 +153,53 @@ impl Catalog {
         self.table.learn_parent(index, new);
         // The new entry must survive the evictions that make room for it.
         self.table.get_mut(index).queued = true;
-        let slot = self.take_slot(index);
+        let gpu = self.gpu_of(target.region);
+        let to = self.take_place(gpu, index);
         self.table.get_mut(index).queued = false;
-        let Some(slot) = slot else {
+        let Some(to) = to else {
             self.finish(part, Outcome::Busy);
             self.after_loss(index);
             return false;
         };
-        self.begin_fill(index, slot, true);
+        self.begin_fill(index, to, FillSource::Client);
         self.counters.next_sequence += 1;
         self.table.get_mut(index).sequence = self.counters.next_sequence;
         if let Some(ticket) = self.flow.tickets.get_mut(&part.ticket) {
             ticket.set_active(part.at);
         }
-        let op = self.flow.start(self.now, Op::Gather { block: index, part });
+        let op = self.flow.start(self.now, Op::Gather { block: index, part, to, gpu });
         let descriptor = Box::new(self.descriptor(index));
-        self.actions.push(Action::Gather { op, region, place, slot, descriptor });
+        let Target { region, after_event } = target;
+        self.actions.push(Action::Gather { op, region, place, after_event, to, descriptor });
         true
     }
 
+    /// A slot for a block that comes from a region on `gpu`: in the GPU's pool if there is room,
+    /// otherwise in host RAM.
+    fn take_place(&mut self, gpu: Option<GpuId>, index: u32) -> Option<SlotPlace> {
+        if let Some(gpu) = gpu {
+            if !self.device_usable(gpu) {
+                return None;
+            }
+            if let Some(slot) = self.take_device_slot(gpu, index) {
+                return Some(SlotPlace::Device(gpu, slot));
+            }
+        }
+        self.take_slot(Home::Host, index).map(SlotPlace::Host)
+    }
+
     pub(super) fn gathered(&mut self, op: OpId, result: Result<Sum128, OpError>) {
-        let Some(Op::Gather { block: index, part }) = self.take_op(op) else {
+        let Some(Op::Gather { block: index, part, to, .. }) = self.take_op(op) else {
             return;
         };
-        let HostCopy::Filling { slot, doomed, .. } = self.table.get(index).host else {
-            return;
+        let block = self.table.get(index);
+        let doomed = match (to, block.host, block.device) {
+            (SlotPlace::Host(_), HostCopy::Filling { doomed, .. }, _) => doomed,
+            (SlotPlace::Device(..), _, DeviceCopy::Filling { doomed, .. }) => doomed,
+            _ => return,
         };
-        match result {
-            Ok(sum) if !doomed => {
+        match (result, to) {
+            (Ok(sum), SlotPlace::Host(slot)) if !doomed => {
                 let block = self.table.get_mut(index);
                 block.raw_sum = sum;
                 block.host = HostCopy::Resident { slot, users: 0 };
@@ -185,8 +208,17 @@ impl Catalog {
                 self.finish(part, Outcome::Stored);
                 self.wake(index);
             }
+            (Ok(sum), SlotPlace::Device(gpu, _)) if !doomed && self.device_usable(gpu) => {
+                self.table.get_mut(index).raw_sum = sum;
+                self.device_filled(index);
+                self.finish(part, Outcome::Stored);
+                self.wake(index);
+            }
             _ => {
-                self.abort_fill(index);
+                match to {
+                    SlotPlace::Host(_) => self.abort_fill(index),
+                    SlotPlace::Device(..) => self.abort_device_fill(index),
+                }
                 self.finish(part, Outcome::Rejected(RejectReason::Gone));
                 self.fail_waiters(index, MissReason::Absent);
                 self.after_loss(index);
@@ -195,18 +227,21 @@ impl Catalog {
     }
 
     /// The key is known: the first writer wins, so the client's bytes are only compared.
-    pub(super) fn start_compare(&mut self, index: u32, part: Part, region: RegionId, place: u32) {
+    pub(super) fn start_compare(&mut self, index: u32, part: Part, target: Target, place: u32) {
         if let Some(ticket) = self.flow.tickets.get_mut(&part.ticket) {
             ticket.set_active(part.at);
         }
         // The entry must keep its meaning until the comparison is done.
         self.pin(index);
-        let op = self.flow.start(self.now, Op::Compare { block: index, part });
-        self.actions.push(Action::Compare { op, region, place });
+        let gpu = self.gpu_of(target.region);
+        let op = self.flow.start(self.now, Op::Compare { block: index, part, gpu });
+        let raw_bytes = self.table.get(index).raw_bytes;
+        let Target { region, after_event } = target;
+        self.actions.push(Action::Compare { op, region, place, after_event, raw_bytes });
     }
 
     pub(super) fn compared(&mut self, op: OpId, result: Result<Sum128, OpError>) {
-        let Some(Op::Compare { block: index, part }) = self.take_op(op) else {
+        let Some(Op::Compare { block: index, part, .. }) = self.take_op(op) else {
             return;
         };
         let block = self.table.get(index);

@@ -10,21 +10,44 @@ use std::hash::{BuildHasher, Hasher};
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::request::Timestamp;
+use super::request::{GpuId, Timestamp};
 use super::slots::SlotId;
 use crate::block::{BlockKey, Codec, NamespaceId, Sum128};
 
 /// No block.
 pub(crate) const NIL: u32 = u32::MAX;
 
+/// Where the bytes of a host slot that is being filled come from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum FillSource {
+    /// A client's store.
+    Client,
+    /// The block's copy in GPU memory.
+    Device,
+    /// The block's copy on nvme.
+    Nvme,
+}
+
+/// The copy of a block in the memory of a GPU. A block has one on one GPU at most.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum DeviceCopy {
+    /// None.
+    Absent,
+    /// A slot that is being filled; `doomed`: it is to be freed when that ends.
+    Filling { gpu: GpuId, slot: SlotId, doomed: bool },
+    /// There. `users` operations read the slot now.
+    Resident { gpu: GpuId, slot: SlotId, users: u32 },
+    /// Not to be used any more; freed when the last user is done.
+    Draining { gpu: GpuId, slot: SlotId, users: u32 },
+}
+
 /// The copy of a block in host RAM.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum HostCopy {
     /// None.
     Absent,
-    /// A slot that is being filled; `doomed`: it is to be freed when that ends. `gathered`: by a
-    /// client's store (otherwise by a read of nvme).
-    Filling { slot: SlotId, gathered: bool, doomed: bool },
+    /// A slot that is being filled; `doomed`: it is to be freed when that ends.
+    Filling { slot: SlotId, source: FillSource, doomed: bool },
     /// Verified bytes when they were published. `users` operations read the slot now.
     Resident { slot: SlotId, users: u32 },
     /// Not to be used any more; freed when the last user is done.
@@ -69,6 +92,7 @@ pub(crate) struct Block {
     pub(crate) tokens: u32,
     pub(crate) raw_bytes: u32,
     pub(crate) raw_sum: Sum128,
+    pub(crate) device: DeviceCopy,
     pub(crate) host: HostCopy,
     pub(crate) nvme: NvmeCopy,
     pub(crate) pins: u32,
@@ -90,10 +114,21 @@ pub(crate) struct Block {
 impl Block {
     pub(crate) fn is_filling(&self) -> bool {
         matches!(self.host, HostCopy::Filling { .. })
+            || matches!(self.device, DeviceCopy::Filling { .. })
     }
 
     pub(crate) fn is_ghost(&self) -> bool {
-        self.host == HostCopy::Absent && self.nvme == NvmeCopy::Absent
+        self.device == DeviceCopy::Absent
+            && self.host == HostCopy::Absent
+            && self.nvme == NvmeCopy::Absent
+    }
+
+    /// The GPU that holds a copy, and where.
+    pub(crate) fn device_slot(&self) -> Option<(GpuId, SlotId)> {
+        match self.device {
+            DeviceCopy::Resident { gpu, slot, .. } => Some((gpu, slot)),
+            _ => None,
+        }
     }
 
     pub(crate) fn host_slot(&self) -> Option<SlotId> {
@@ -256,6 +291,7 @@ impl BlockTable {
             tokens: new.tokens,
             raw_bytes: new.raw_bytes,
             raw_sum: Sum128::default(),
+            device: DeviceCopy::Absent,
             host: HostCopy::Absent,
             nvme: NvmeCopy::Absent,
             pins: 0,

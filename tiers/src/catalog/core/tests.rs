@@ -1,10 +1,12 @@
 //! The catalog against a small edge that carries actions out late, out of order, and with faults.
 
+mod device;
+
 use std::collections::{HashMap, VecDeque};
 
 use proptest::prelude::*;
 
-use super::table::{HostCopy, NvmeCopy};
+use super::table::{DeviceCopy, HostCopy, NvmeCopy};
 use super::*;
 use crate::block::{Codec, ElementType, Sum128};
 use crate::segment::StoreGeometry;
@@ -21,6 +23,7 @@ fn config(host_blocks: u64, nvme: bool) -> CatalogConfig {
         host_bytes: host_blocks * u64::from(BLOCK),
         slab_bytes: BLOCK * 4,
         host_policy: || Box::new(Lru::default()),
+        devices: vec![],
         nvme: nvme.then(|| NvmeShape {
             geometry: geometry(),
             epoch: 1,
@@ -67,6 +70,10 @@ struct Edge {
     connection: u64,
     /// Contents of the region, by place.
     region: HashMap<u32, BlockKey>,
+    /// The GPU that the region is on.
+    gpu: Option<GpuId>,
+    /// Contents of the slots.
+    slots: HashMap<SlotPlace, BlockKey>,
     delay: bool,
     fail: Option<OpError>,
     writes: u64,
@@ -83,6 +90,8 @@ impl Edge {
             next_ask: 0,
             connection: 0,
             region: HashMap::new(),
+            gpu: None,
+            slots: HashMap::new(),
             delay: false,
             fail: None,
             writes: 0,
@@ -101,9 +110,9 @@ impl Edge {
 
     fn connect(&mut self) {
         self.connection += 1;
-        let (session, region) = (self.session(), self.region_id());
+        let (session, region, gpu) = (self.session(), self.region_id(), self.gpu);
         self.event(Event::SessionOpened { session, tenant: TenantId(1) });
-        self.event(Event::RegionOpened { session, region, places: 64, block_bytes: BLOCK });
+        self.event(Event::RegionOpened { session, region, places: 64, block_bytes: BLOCK, gpu });
     }
 
     fn session(&self) -> SessionId {
@@ -148,18 +157,30 @@ impl Edge {
                 assert!(self.ended.insert(ticket, outcomes).is_none(), "ended twice");
                 return;
             }
-            Action::Gather { op, descriptor, .. } => {
+            Action::Gather { op, to, descriptor, .. } => {
+                self.slots.insert(to, descriptor.key);
                 Event::Gathered { op, result: result().map(|()| sum(&descriptor.key)) }
             }
             Action::Compare { op, place, .. } => {
                 let held = self.region.get(&place).copied().unwrap_or_default();
                 Event::Compared { op, result: result().map(|()| sum(&held)) }
             }
-            Action::Scatter { op, key, raw_sum, .. } => {
+            Action::Scatter { op, from, through, key, raw_sum, .. } => {
+                assert_eq!(self.slots.get(&from), Some(&key), "the slot holds another block");
+                if let (Some(slot), Some(gpu)) = (through, self.gpu) {
+                    self.slots.insert(SlotPlace::Device(gpu, slot), key);
+                }
                 assert_eq!(raw_sum, sum(&key), "the checksum of another block");
                 Event::Scattered { op, result: result() }
             }
-            Action::Read { op, descriptor, .. } => {
+            Action::Demote { op, gpu, from, to, descriptor } => {
+                let held = self.slots.get(&SlotPlace::Device(gpu, from));
+                assert_eq!(held, Some(&descriptor.key), "the pool's slot holds another block");
+                self.slots.insert(SlotPlace::Host(to), descriptor.key);
+                Event::Demoted { op, result: result() }
+            }
+            Action::Read { op, slot, descriptor, .. } => {
+                self.slots.insert(SlotPlace::Host(slot), descriptor.key);
                 assert_eq!(descriptor.stored_sum, sum(&descriptor.key));
                 Event::Read { op, result: result() }
             }
@@ -205,6 +226,7 @@ impl Edge {
             namespace: NAMESPACE,
             conversation: 7,
             region: self.region_id(),
+            after_event: None,
             blocks,
         };
         match self.ask(request) {
@@ -218,8 +240,8 @@ impl Edge {
         let blocks =
             keys.iter().enumerate().map(|(at, key)| LoadBlock { key: *key, place: place(at) });
         let blocks = blocks.collect();
-        let request =
-            Request::Load { lease, namespace: NAMESPACE, region: self.region_id(), blocks };
+        let (namespace, region) = (NAMESPACE, self.region_id());
+        let request = Request::Load { lease, namespace, region, after_event: None, blocks };
         match self.ask(request) {
             Some(Reply::Ticket(ticket)) => Some(ticket),
             _ => None,
@@ -242,9 +264,10 @@ impl Catalog {
             let host = self.table.get(index).host;
             let held = matches!(host, HostCopy::Filling { .. } | HostCopy::Resident { .. })
                 && self.table.live(index).is_some();
-            let listed = self.host.listed(index);
+            let listed = self.host.tier.listed(index);
             assert_eq!(held, listed, "policy and table disagree on block {index}: {host:?}");
         }
+        self.check_devices();
         let (mut slots, mut nvme, mut dirty) = (0, 0, 0);
         let mut live = vec![0u64; self.nvme.as_ref().map_or(0, |n| n.segments.count() as usize)];
         let mut pinned = vec![0u32; live.len()];
@@ -273,7 +296,7 @@ impl Catalog {
                 assert!(why, "a bare ghost stays");
             }
         }
-        assert_eq!(slots, self.host.slots.used_slots(), "slots leak");
+        assert_eq!(slots, self.host.tier.slots.used_slots(), "slots leak");
         assert_eq!(dirty, self.host.dirty_bytes, "dirty bytes");
         if let Some(tier) = &self.nvme {
             assert_eq!(nvme, tier.blocks, "nvme blocks");
@@ -283,6 +306,32 @@ impl Catalog {
                 assert_eq!(pinned[at], segment.pinned, "pinned blocks of segment {at}");
                 assert_eq!(orphans[at], segment.orphan_bytes, "orphans of segment {at}");
             }
+        }
+    }
+
+    fn check_devices(&mut self) {
+        for at in 0..self.devices.len() {
+            let (gpu, mut slots) = (GpuId(at as u8), 0);
+            for index in 0..self.table.index_end() {
+                let live = self.table.live(index).is_some();
+                let block = self.table.get(index);
+                let (held, usable) = match block.device {
+                    DeviceCopy::Absent => (false, false),
+                    DeviceCopy::Draining { gpu: on, .. } => (on == gpu, false),
+                    DeviceCopy::Filling { gpu: on, .. } | DeviceCopy::Resident { gpu: on, .. } => {
+                        (on == gpu, on == gpu)
+                    }
+                };
+                let below = block.host != HostCopy::Absent || block.nvme != NvmeCopy::Absent;
+                let only = block.device_slot().is_some_and(|(on, _)| on == gpu) && !below;
+                slots += u64::from(held && live);
+                let device = self.devices.get_mut(at).unwrap();
+                let listed = device.tier.listed(index);
+                assert_eq!(usable && live, listed, "policy of {gpu:?}, block {index}");
+                let dirty = device.dirty.contains(index);
+                assert!(!dirty || only, "block {index} is listed though it has a copy below");
+            }
+            assert_eq!(slots, self.devices[at].tier.slots.used_slots(), "slots of {gpu:?} leak");
         }
     }
 }
@@ -335,6 +384,7 @@ fn the_first_writer_wins_and_a_mismatch_is_counted() {
         namespace: NAMESPACE,
         conversation: 0,
         region: edge.region_id(),
+        after_event: None,
         blocks: vec![block],
     };
     let Some(Reply::Ticket(ticket)) = edge.ask(request) else { panic!("no ticket") };
@@ -508,6 +558,7 @@ fn parents_that_form_a_ring_do_no_harm() {
             namespace: NAMESPACE,
             conversation: 0,
             region: edge.region_id(),
+            after_event: None,
             blocks: vec![block],
         };
         edge.ask(request);
@@ -635,7 +686,8 @@ enum Step {
     Bad(u32, u32),
     Prefetch(u32, u32),
     Pin(u32, u32),
-    Reconnect,
+    Reconnect(u8),
+    LoseGpu(u8),
     Late,
 }
 
@@ -652,7 +704,9 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         1 => at().prop_map(|(a, b)| Step::Bad(a, b)),
         1 => at().prop_map(|(a, b)| Step::Prefetch(a, b)),
         1 => at().prop_map(|(a, b)| Step::Pin(a, b)),
-        1 => Just(Step::Reconnect),
+        2 => (0u8..4).prop_map(Step::Reconnect),
+        1 => prop::option::weighted(0.05, 0u8..2)
+            .prop_map(|gpu| gpu.map_or(Step::Late, Step::LoseGpu)),
         1 => Just(Step::Late),
     ];
     prop::collection::vec(step, 1..300)
@@ -698,7 +752,13 @@ fn take_step(edge: &mut Edge, leases: &mut Vec<LeaseId>, step: Step) {
             let prefix = PrefixQuery { namespace: NAMESPACE, keys: chain(number, blocks) };
             edge.ask(Request::Pin { prefix, ttl_ms: 20 });
         }
-        Step::Reconnect => {
+        Step::LoseGpu(gpu) => {
+            let gpu = GpuId(gpu);
+            edge.event(Event::DeviceLost { gpu, reason: OfflineReason::DeviceGone });
+        }
+        Step::Reconnect(where_to) => {
+            let gpu = GpuId(where_to);
+            edge.gpu = edge.catalog.device_mut(gpu).map(|_| gpu);
             edge.event(Event::SessionClosed { session: edge.session() });
             leases.clear();
             edge.connect();
@@ -716,10 +776,19 @@ proptest! {
     /// Any order of requests, completions, faults and losses keeps the invariants; in the end every
     /// ticket has ended once and nothing is left behind.
     #[test]
-    fn nothing_leaks_whatever_happens(steps in steps(), nvme in any::<bool>()) {
+    fn nothing_leaks_whatever_happens(
+        steps in steps(),
+        nvme in any::<bool>(),
+        gpus in 0usize..3,
+        pool_blocks in 0u64..16,
+    ) {
         let mut config = config(24, nvme);
+        config.devices = vec![pool(pool_blocks); gpus];
         config.limits.pin_ms_max = 1000;
         let mut edge = Edge::new(config);
+        edge.event(Event::SessionClosed { session: edge.session() });
+        edge.gpu = (gpus > 0).then_some(GpuId(0));
+        edge.connect();
         let mut leases = vec![];
         for step in steps {
             edge.delay = true;
@@ -740,7 +809,14 @@ proptest! {
         edge.ask(Request::Forget(Forget::Namespace { namespace: NAMESPACE }));
         edge.event(Event::Tick);
         edge.catalog.check();
-        prop_assert_eq!(edge.catalog.host.slots.used_slots(), 0);
+        for device in &edge.catalog.devices {
+            prop_assert_eq!(device.tier.slots.used_slots(), 0);
+        }
+        prop_assert_eq!(edge.catalog.host.tier.slots.used_slots(), 0);
         prop_assert_eq!(edge.catalog.table.len(), 0);
     }
+}
+
+fn pool(blocks: u64) -> DeviceShape {
+    DeviceShape { pool_bytes: blocks * u64::from(BLOCK), slab_bytes: BLOCK * 4 }
 }

@@ -1,6 +1,6 @@
 //! The worker over a device in memory: order of writes, commits, failures, ends.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Mutex;
 use std::time::Instant;
 
@@ -132,9 +132,11 @@ impl Rig {
         op
     }
 
-    /// Writes of descriptor pages so far.
+    /// Descriptor pages written so far.
     fn commits(&self) -> usize {
-        self.image.log().iter().filter(|write| is_descriptor_page(write.offset)).count()
+        let log = self.image.log();
+        let pages = log.iter().filter(|write| is_descriptor_page(write.offset));
+        pages.map(|write| write.bytes.len() / PAGE).sum()
     }
 
     fn stop(self) -> (Vec<NvmeDone>, MemoryImage) {
@@ -591,6 +593,105 @@ impl BlockDevice for Broken {
     fn waker(&self) -> Waker {
         self.inner.waker()
     }
+}
+
+/// A device on which a descriptor page takes as long as 64 payloads.
+struct SlowPages {
+    inner: MemoryDevice,
+    geometry: StoreGeometry,
+    payloads: u32,
+    held: VecDeque<(u32, IoOp)>,
+}
+
+impl SlowPages {
+    /// Whether something of the descriptor area lies there.
+    fn is_page(geometry: &StoreGeometry, offset: u64) -> bool {
+        let within = offset.wrapping_sub(geometry.segment_offset(0));
+        let within = within % u64::from(geometry.segment_bytes);
+        within >= PAGE_BYTES && within < u64::from(geometry.payload_start())
+    }
+}
+
+impl BlockDevice for SlowPages {
+    fn capacity_bytes(&self) -> u64 {
+        self.inner.capacity_bytes()
+    }
+    fn queue_depth(&self) -> usize {
+        self.inner.queue_depth()
+    }
+    fn in_flight(&self) -> usize {
+        self.inner.in_flight() + self.held.len()
+    }
+    fn submit(&mut self, op: IoOp) -> Result<(), IoOp> {
+        if Self::is_page(&self.geometry, op.offset) {
+            self.held.push_back((self.payloads, op));
+            return Ok(());
+        }
+        self.payloads += 1;
+        self.inner.submit(op)
+    }
+    fn reap(&mut self, timeout: Option<Duration>, done: &mut Vec<IoDone>) -> io::Result<()> {
+        let due =
+            |since: u32, this: &Self| this.payloads - since >= 64 || this.inner.in_flight() == 0;
+        while self.held.front().is_some_and(|(since, _)| due(*since, self)) {
+            if let Some((_, op)) = self.held.pop_front() {
+                assert!(self.inner.submit(op).is_ok(), "the queue has room");
+            }
+        }
+        self.inner.reap(timeout, done)
+    }
+    fn sync(&mut self) -> io::Result<()> {
+        self.inner.sync()
+    }
+    fn waker(&self) -> Waker {
+        self.inner.waker()
+    }
+}
+
+/// One page went out at a time, however many waited: on a busy disk the descriptors of a whole
+/// segment were still to be written when its last payload was, and a crash lost all of it.
+#[test]
+fn descriptors_keep_up_with_payloads_on_a_device_that_is_slow_with_pages() {
+    let geometry = StoreGeometry { segment_bytes: 8 << 20, segments: 1, descriptor_pages: 64 };
+    let inner = MemoryDevice::new(geometry.store_bytes() as usize, 8).logged();
+    let image = inner.image();
+    let device = SlowPages { inner, geometry, payloads: 0, held: VecDeque::new() };
+    let (sink, done) = channel::unbounded();
+    let answer = Box::new(move |one| drop(sink.send(one)));
+    let open = move || Ok(Box::new(device) as Box<dyn BlockDevice>);
+    let worker = NvmeWorker::start(open, geometry, SALT, options(), answer).unwrap();
+    let mut rig = Rig { worker, done, image, next: 0 };
+    rig.open(0, 7);
+    const WRITES: u32 = 1000;
+    for index in 0..WRITES {
+        rig.next += 1;
+        let data = payload(rig.next, 4096);
+        let offset = geometry.payload_start() + index * 4096;
+        let (op, descriptor) = (rig.next, descriptor(rig.next, offset, &data));
+        let buffer = WriteBuffer::Pages(AlignedBuf::of(&data));
+        let job = NvmeJob::Write { op, segment: 0, sequence: 7, index, descriptor, buffer };
+        rig.worker.try_send(job).unwrap();
+    }
+    for _ in 0..=WRITES {
+        rig.wait();
+    }
+    let (_, image) = rig.stop();
+    let (mut payloads, mut lag_max) = (0usize, 0usize);
+    let mut described: HashMap<u64, usize> = HashMap::new();
+    for write in image.log() {
+        if SlowPages::is_page(&geometry, write.offset) {
+            for (at, page) in write.bytes.chunks(PAGE).enumerate() {
+                let count = page.chunks(DESCRIPTOR_BYTES).filter(|one| one[0] != 0).count();
+                described.insert(write.offset + (at * PAGE) as u64, count);
+            }
+        } else if write.offset > geometry.segment_offset(0) {
+            payloads += 1;
+        }
+        lag_max = lag_max.max(payloads - described.values().sum::<usize>().min(payloads));
+    }
+    assert_eq!(payloads, WRITES as usize);
+    assert_eq!(described.values().sum::<usize>(), payloads, "all are described in the end");
+    assert!(lag_max <= 300, "{lag_max} payloads on the device without a descriptor");
 }
 
 #[test]

@@ -407,8 +407,8 @@ impl Worker {
         let all = self.stop.is_some() || !self.queues.syncs.is_empty();
         for (segment, open) in &mut self.segments {
             open.pick(now, &self.options, all);
-            if let Some(ready) = open.next_page() {
-                let first = ready.page * DESCRIPTORS_PER_PAGE;
+            if let Some(ready) = open.next_pages() {
+                let first = ready.first * DESCRIPTORS_PER_PAGE;
                 self.queues.control.push_back(ControlJob {
                     offset: self.geometry.descriptor_page_offset(*segment, first),
                     buffer: IoBuffer::DrainPages(ready.bytes),
@@ -448,6 +448,10 @@ impl Worker {
         }
         while self.has_room() && self.queues.syncs.is_empty() {
             let Some(job) = self.queues.writes.front() else { break };
+            let open = self.segments.get(&job.segment);
+            if open.is_some_and(|open| open.sequence == job.sequence && open.lags()) {
+                break;
+            }
             let bytes = job.buffer.bytes().len() as u64;
             let flying = self.flying.write_bytes;
             if flying > 0 && flying + bytes > self.options.write_bytes_max {
@@ -560,7 +564,7 @@ impl Worker {
         result: Result<(), NvmeError>,
     ) {
         if let Some(open) = self.segments.get_mut(&segment) {
-            open.page_in_flight = false;
+            open.pages_in_flight = false;
             if let Err(error) = result {
                 open.failure.get_or_insert(error);
             }

@@ -1,0 +1,278 @@
+//! The pools of the GPUs: how copies get into GPU memory, and from there down to host RAM.
+//!
+//! A block that a client stores from GPU memory is gathered into the pool and copied down to host
+//! RAM right behind; a block that was hit more than once is kept in the pool on its way up. So
+//! nearly all copies here are clean, and eviction is dropping. `dirty` lists the blocks that lie
+//! in the pool only and are still to be copied down, coldest at the back.
+
+use super::Catalog;
+use super::event::{Action, DeviceShape, OpError, OpId, SlotPlace};
+use super::flow::Op;
+use super::policy::OrderList;
+use super::request::{GpuId, MissReason, OfflineReason, Tier};
+use super::slot_tier::{Home, SlotTier};
+use super::slots::SlotId;
+use super::table::{BlockRef, DeviceCopy, FillSource, HostCopy, NvmeCopy};
+
+/// Lookups that found a block before it is kept in the pool on its way up.
+const PROMOTE_HITS: u32 = 2;
+
+/// Copies from the pools to host RAM under way at most.
+const DEMOTES_MAX: usize = 64;
+
+/// The pool of one GPU.
+pub(crate) struct DeviceTier {
+    pub(crate) tier: SlotTier,
+    pub(crate) dirty: OrderList,
+    pub(crate) offline: Option<OfflineReason>,
+    pub(crate) hits: u64,
+    pub(crate) evicted: u64,
+    pub(crate) bytes_in: u64,
+    pub(crate) bytes_out: u64,
+}
+
+impl DeviceTier {
+    pub(crate) fn new(
+        shape: &DeviceShape,
+        policy: fn() -> Box<dyn super::policy::Policy>,
+    ) -> DeviceTier {
+        DeviceTier {
+            tier: SlotTier::new(shape.pool_bytes, shape.slab_bytes, policy),
+            dirty: OrderList::default(),
+            offline: None,
+            hits: 0,
+            evicted: 0,
+            bytes_in: 0,
+            bytes_out: 0,
+        }
+    }
+}
+
+impl Catalog {
+    pub(super) fn device_mut(&mut self, gpu: GpuId) -> Option<&mut DeviceTier> {
+        self.devices.get_mut(usize::from(gpu.0))
+    }
+
+    pub(super) fn device_usable(&self, gpu: GpuId) -> bool {
+        self.devices.get(usize::from(gpu.0)).is_some_and(|found| found.offline.is_none())
+    }
+
+    /// A slot in a GPU's pool, if something may leave for the block.
+    pub(super) fn take_device_slot(&mut self, gpu: GpuId, index: u32) -> Option<SlotId> {
+        if !self.device_usable(gpu) {
+            return None;
+        }
+        self.take_slot(Home::Device(gpu), index)
+    }
+
+    /// A slot of the pool by way of which a block goes up, when it is worth keeping there.
+    pub(super) fn promotion(&mut self, gpu: GpuId, index: u32) -> Option<SlotId> {
+        let block = self.table.get(index);
+        if block.device != DeviceCopy::Absent || block.hits < PROMOTE_HITS {
+            return None;
+        }
+        let slot = self.take_device_slot(gpu, index)?;
+        self.begin_fill(index, SlotPlace::Device(gpu, slot), FillSource::Device);
+        Some(slot)
+    }
+
+    /// A fill of the pool ended with verified bytes there.
+    pub(super) fn device_filled(&mut self, index: u32) {
+        let DeviceCopy::Filling { gpu, slot, doomed } = self.table.get(index).device else {
+            return;
+        };
+        if doomed || !self.device_usable(gpu) {
+            return self.abort_device_fill(index);
+        }
+        let bytes = u64::from(self.table.get(index).raw_bytes);
+        self.table.get_mut(index).device = DeviceCopy::Resident { gpu, slot, users: 0 };
+        if let Some(found) = self.device_mut(gpu) {
+            found.bytes_in += bytes;
+        }
+        self.note_device_only(index);
+    }
+
+    /// A fill of the pool ended without a usable copy.
+    pub(super) fn abort_device_fill(&mut self, index: u32) {
+        if let DeviceCopy::Filling { gpu, slot, .. } = self.table.get(index).device {
+            self.free_device_slot(index, gpu, slot, true);
+        }
+    }
+
+    fn free_device_slot(&mut self, index: u32, gpu: GpuId, slot: SlotId, listed: bool) {
+        let bytes = self.table.get(index).raw_bytes;
+        self.table.get_mut(index).device = DeviceCopy::Absent;
+        if let Some(found) = self.device_mut(gpu) {
+            if listed {
+                found.tier.remove(index, bytes);
+            }
+            found.tier.slots.release(slot);
+        }
+    }
+
+    /// The copy in GPU memory must go: now, or when its last user is done.
+    pub(super) fn drop_device(&mut self, index: u32) {
+        match self.table.get(index).device {
+            DeviceCopy::Absent | DeviceCopy::Draining { .. } => {}
+            DeviceCopy::Filling { gpu, slot, .. } => {
+                let doomed = DeviceCopy::Filling { gpu, slot, doomed: true };
+                self.table.get_mut(index).device = doomed;
+            }
+            DeviceCopy::Resident { gpu, slot, users } => {
+                let bytes = self.table.get(index).raw_bytes;
+                if let Some(found) = self.device_mut(gpu) {
+                    found.dirty.remove(index);
+                    found.tier.remove(index, bytes);
+                }
+                if users > 0 {
+                    let draining = DeviceCopy::Draining { gpu, slot, users };
+                    self.table.get_mut(index).device = draining;
+                } else {
+                    self.free_device_slot(index, gpu, slot, false);
+                }
+            }
+        }
+    }
+
+    pub(super) fn add_device_user(&mut self, index: u32) {
+        if let DeviceCopy::Resident { users, .. } = &mut self.table.get_mut(index).device {
+            *users += 1;
+        }
+    }
+
+    pub(super) fn remove_device_user(&mut self, index: u32) {
+        match &mut self.table.get_mut(index).device {
+            DeviceCopy::Resident { users, .. } => *users -= 1,
+            DeviceCopy::Draining { gpu, slot, users } => {
+                *users -= 1;
+                if *users == 0 {
+                    let (gpu, slot) = (*gpu, *slot);
+                    self.free_device_slot(index, gpu, slot, false);
+                    self.after_loss(index);
+                }
+            }
+            DeviceCopy::Absent | DeviceCopy::Filling { .. } => {}
+        }
+    }
+
+    /// Lists the block for a copy to host RAM if it lies in a pool and nowhere else.
+    pub(super) fn note_device_only(&mut self, index: u32) {
+        let block = self.table.get(index);
+        let below = block.host != HostCopy::Absent || block.nvme != NvmeCopy::Absent;
+        let Some((gpu, _)) = block.device_slot().filter(|_| !below) else {
+            return;
+        };
+        if let Some(found) = self.device_mut(gpu)
+            && found.offline.is_none()
+            && !found.dirty.contains(index)
+        {
+            found.dirty.push_front(index);
+        }
+    }
+
+    /// Somebody waits for the block, which is in a pool, to be in host RAM.
+    pub(super) fn queue_demote(&mut self, index: u32) {
+        let block = self.table.reference(index);
+        self.flow.demote_first.push_back(block);
+    }
+
+    /// Starts copies from the pools to host RAM, as far as their number and the slots allow.
+    pub(super) fn pump_demotes(&mut self) {
+        while self.flow.demotes < DEMOTES_MAX {
+            let Some((index, waiting)) = self.next_demote() else {
+                return;
+            };
+            let Some(to) = self.take_slot(Home::Host, index) else {
+                if let Some(block) = waiting {
+                    self.flow.demote_first.push_front(block);
+                }
+                return;
+            };
+            self.start_demote(index, to);
+        }
+    }
+
+    fn next_demote(&mut self) -> Option<(u32, Option<BlockRef>)> {
+        while let Some(block) = self.flow.demote_first.pop_front() {
+            let index = self.table.resolve(block).filter(|index| {
+                let found = self.table.get(*index);
+                found.host == HostCopy::Absent && self.flow.is_awaited(*index)
+            });
+            let usable = index.and_then(|index| self.table.get(index).device_slot());
+            if let (Some(index), Some(_)) = (index, usable) {
+                return Some((index, Some(block)));
+            }
+        }
+        let coldest = self.devices.iter().filter(|found| found.offline.is_none());
+        coldest.filter_map(|found| found.dirty.back()).map(|index| (index, None)).next()
+    }
+
+    fn start_demote(&mut self, index: u32, to: SlotId) {
+        let Some((gpu, from)) = self.table.get(index).device_slot() else {
+            return;
+        };
+        if let Some(found) = self.device_mut(gpu) {
+            found.dirty.remove(index);
+        }
+        self.begin_fill(index, SlotPlace::Host(to), FillSource::Device);
+        self.add_device_user(index);
+        self.flow.demotes += 1;
+        let op = self.flow.start(self.now, Op::Demote { block: index, gpu });
+        let descriptor = Box::new(self.descriptor(index));
+        self.actions.push(Action::Demote { op, gpu, from, to, descriptor });
+    }
+
+    pub(super) fn demoted(&mut self, op: OpId, result: Result<(), OpError>) {
+        let Some(Op::Demote { block: index, gpu }) = self.take_op(op) else {
+            return;
+        };
+        self.flow.demotes -= 1;
+        let HostCopy::Filling { doomed, .. } = self.table.get(index).host else {
+            return self.remove_device_user(index);
+        };
+        match result {
+            Ok(()) if !doomed => {
+                let bytes = u64::from(self.table.get(index).raw_bytes);
+                if let Some(found) = self.device_mut(gpu) {
+                    found.bytes_out += bytes;
+                }
+                self.host_filled(index);
+                self.remove_device_user(index);
+            }
+            Ok(()) => {
+                self.abort_fill(index);
+                self.remove_device_user(index);
+                self.after_loss(index);
+            }
+            Err(_) => {
+                // What cannot be read is of no use, and is not tried for ever.
+                self.abort_fill(index);
+                self.drop_device(index);
+                self.fail_waiters(index, MissReason::Device);
+                self.remove_device_user(index);
+                self.after_loss(index);
+            }
+        }
+    }
+
+    /// A GPU is off until the next start. Its copies are out of reach; the other tiers go on.
+    pub(super) fn take_device_offline(&mut self, gpu: GpuId, reason: OfflineReason) {
+        let Some(found) = self.device_mut(gpu).filter(|found| found.offline.is_none()) else {
+            return;
+        };
+        found.offline = Some(reason);
+        self.actions.push(Action::TierOffline { tier: Tier::Device, gpu: Some(gpu), reason });
+        for index in 0..self.table.index_end() {
+            let here = |device| match device {
+                DeviceCopy::Resident { gpu: on, .. } | DeviceCopy::Filling { gpu: on, .. } => {
+                    on == gpu
+                }
+                DeviceCopy::Absent | DeviceCopy::Draining { .. } => false,
+            };
+            if self.table.live(index).is_some_and(|block| here(block.device)) {
+                self.drop_device(index);
+                self.after_loss(index);
+            }
+        }
+    }
+}

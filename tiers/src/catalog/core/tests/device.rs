@@ -1,0 +1,142 @@
+//! The pools of GPUs: promotion, demotion, eviction, loss.
+
+use super::*;
+
+/// A catalog with GPUs whose pools have so many blocks, and a client on the first one.
+fn on_gpu(host_blocks: u64, pool_blocks: u64, gpus: usize) -> Edge {
+    let mut config = config(host_blocks, true);
+    config.devices = vec![pool(pool_blocks); gpus];
+    let mut edge = Edge::new(config);
+    edge.gpu = Some(GpuId(0));
+    edge.connect();
+    edge
+}
+
+#[test]
+fn a_block_from_a_gpu_stays_there_and_is_copied_down() {
+    let mut edge = on_gpu(64, 16, 1);
+    let keys = chain(1, 10);
+    let ticket = edge.store(&keys, 0);
+    assert_eq!(edge.outcomes(ticket), [Outcome::Stored; 10]);
+    let stats = edge.stats();
+    assert_eq!((stats.device[0].blocks, stats.host.blocks), (10, 10));
+    let found = edge.lookup(keys.clone(), 1000);
+    assert_eq!(found.runs, [Run { blocks: 10, tier: Tier::Device, state: RunState::Ready }]);
+    let ticket = edge.load(&keys, found.lease.unwrap());
+    assert_eq!(edge.outcomes(ticket), [Outcome::Loaded(Tier::Device); 10]);
+    assert_eq!(edge.stats().device[0].hits, 10);
+    edge.catalog.check();
+}
+
+#[test]
+fn a_block_is_kept_on_its_way_up_once_it_was_hit_twice() {
+    let mut edge = on_gpu(64, 16, 1);
+    edge.gpu = None;
+    edge.connect();
+    let keys = chain(1, 4);
+    edge.store(&keys, 0);
+    edge.gpu = Some(GpuId(0));
+    edge.connect();
+    let mut tiers = vec![];
+    for _ in 0..3 {
+        let lease = edge.lookup(keys.clone(), 1000).lease.unwrap();
+        let ticket = edge.load(&keys, lease);
+        tiers.push(edge.outcomes(ticket)[0]);
+    }
+    let (host, device) = (Outcome::Loaded(Tier::Host), Outcome::Loaded(Tier::Device));
+    assert_eq!(tiers, [host, host, device]);
+    edge.catalog.check();
+}
+
+#[test]
+fn what_lies_on_one_gpu_reaches_another_and_host_memory_by_way_of_host_ram() {
+    for to in [Some(GpuId(1)), None] {
+        let mut edge = on_gpu(64, 16, 2);
+        let keys = chain(1, 4);
+        edge.store(&keys, 0);
+        // Nothing is left in host RAM: only the pool and nvme have it.
+        edge.ask(Request::Drain);
+        edge.catalog.drain = None;
+        for key in &keys {
+            let index = edge.catalog.table.find(NAMESPACE, key).unwrap();
+            edge.catalog.drop_host(index);
+            edge.catalog.drop_nvme(index, false);
+            edge.catalog.after_loss(index);
+            assert!(edge.catalog.table.get(index).device_slot().is_some());
+        }
+        edge.gpu = to;
+        edge.connect();
+        let lease = edge.lookup(keys.clone(), 1000).lease.unwrap();
+        let ticket = edge.load(&keys, lease);
+        let outcomes = edge.outcomes(ticket);
+        assert!(outcomes.iter().all(|o| matches!(o, Outcome::Loaded(_))), "{outcomes:?}");
+        edge.catalog.check();
+    }
+}
+
+#[test]
+fn a_full_pool_drops_clean_copies_and_never_the_only_one() {
+    let mut edge = on_gpu(200, 16, 1);
+    for number in 0..8 {
+        let ticket = edge.store(&chain(number, 8), 0);
+        assert_eq!(edge.outcomes(ticket), [Outcome::Stored; 8]);
+        edge.catalog.check();
+    }
+    for number in 0..8 {
+        assert_eq!(edge.lookup(chain(number, 8), 0).blocks, 8, "chain {number}");
+    }
+    assert_eq!(edge.stats().device[0].evicted, 48);
+}
+
+#[test]
+fn a_lost_gpu_leaves_the_other_tiers_as_they_are() {
+    let mut edge = on_gpu(64, 16, 1);
+    let keys = chain(1, 8);
+    edge.store(&keys, 0);
+    edge.event(Event::DeviceLost { gpu: GpuId(0), reason: OfflineReason::DeviceGone });
+    edge.catalog.check();
+    assert_eq!(edge.stats().device[0].offline, Some(OfflineReason::DeviceGone));
+    assert_eq!(edge.stats().device[0].used_bytes, 0);
+    // Its regions are of no use any more; those in host memory are.
+    let lease = edge.lookup(keys.clone(), 1000).lease.unwrap();
+    let ticket = edge.load(&keys, lease);
+    assert_eq!(edge.outcomes(ticket), [Outcome::Missed(MissReason::Device); 8]);
+    let ticket = edge.store(&chain(2, 2), 0);
+    assert_eq!(edge.outcomes(ticket), [Outcome::Busy; 2]);
+    edge.gpu = None;
+    edge.connect();
+    let lease = edge.lookup(keys.clone(), 1000).lease.unwrap();
+    let ticket = edge.load(&keys, lease);
+    assert_eq!(edge.outcomes(ticket), [Outcome::Loaded(Tier::Host); 8]);
+    edge.catalog.check();
+}
+
+#[test]
+fn a_gpu_that_does_not_answer_is_given_up_and_its_slots_are_not_used_again() {
+    let mut edge = on_gpu(64, 16, 1);
+    edge.delay = true;
+    let ticket = edge.store(&chain(1, 4), 0);
+    edge.now += 40_000_000;
+    edge.event(Event::Tick);
+    assert_eq!(edge.stats().device[0].offline, Some(OfflineReason::DeviceStuck));
+    assert!(!edge.ended.contains_key(&ticket.unwrap()), "the GPU may still read the region");
+    assert_eq!(edge.stats().device[0].blocks, 4);
+    edge.catalog.check();
+}
+
+#[test]
+fn bad_bytes_in_a_pool_are_dropped_and_the_copy_below_is_loaded() {
+    let mut edge = on_gpu(64, 16, 1);
+    let keys = chain(1, 1);
+    edge.store(&keys, 0);
+    let lease = edge.lookup(keys.clone(), 1000).lease.unwrap();
+    edge.delay = true;
+    edge.fail = Some(OpError::Checksum);
+    let ticket = edge.load(&keys, lease);
+    edge.fail = None;
+    edge.delay = false;
+    edge.event(Event::Tick);
+    assert_eq!(edge.outcomes(ticket), [Outcome::Loaded(Tier::Host)]);
+    assert_eq!(edge.stats().corrupt, 1);
+    edge.catalog.check();
+}
