@@ -7,7 +7,7 @@
 
 mod device_support;
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use device_support::memory::MemoryMaker;
@@ -169,23 +169,32 @@ fn a_batch_is_judged_block_by_block<M: Maker>(mut harness: Harness<M>) {
 fn every_job_is_answered_once<M: Maker>(mut harness: Harness<M>) {
     let (one, two) = (RegionLayout::opaque(50, 5000), RegionLayout::opaque(30, 100_000));
     let regions = [harness.region(&one, 31), harness.region(&two, 32)];
-    let mut open = BTreeSet::new();
-    let mut sums = Vec::new();
+    let mut open = BTreeMap::new();
     for round in 0..600u32 {
-        let region = &regions[(round / 3) as usize % 2];
+        let which = (round / 3) as usize % 2;
+        let region = &regions[which];
         let place = round * 7 % region.layout.blocks;
-        let slot = SlotId(round % 100 * 32);
-        let job = harness.gather_job(region, place, GatherTo::Pool(slot));
-        let DeviceJob::Gather { op, .. } = &job else { unreachable!() };
-        open.insert(*op);
-        sums.push((*op, Sum128::of(&region.payload(place))));
+        // No two jobs under way have the same slot.
+        let job = if which == 0 {
+            harness.gather_job(region, place, GatherTo::Pool(SlotId(round * 2)))
+        } else {
+            let (op, bytes) = (harness.op(), region.block_bytes());
+            DeviceJob::Compare { op, region: region.id, place, after_event: None, bytes }
+        };
+        let (DeviceJob::Gather { op, .. } | DeviceJob::Compare { op, .. }) = &job else {
+            unreachable!()
+        };
+        open.insert(*op, (which, Sum128::of(&region.payload(place))));
         harness.worker.try_send(job).unwrap();
     }
     for _ in 0..600 {
-        let DeviceDone::Gathered { op, result } = harness.answer() else { panic!() };
-        assert!(open.remove(&op), "op {op} was answered twice");
-        let sum = sums.iter().find(|(other, _)| *other == op).unwrap().1;
-        assert_eq!(result, Ok(sum));
+        let (which, op, result) = match harness.answer() {
+            DeviceDone::Gathered { op, result } => (0, op, result),
+            DeviceDone::Compared { op, result } => (1, op, result),
+            other => panic!("{other:?}"),
+        };
+        let want = open.remove(&op);
+        assert_eq!(want, Some((which, result.unwrap())), "the answer to op {op}");
     }
     assert_eq!(harness.worker.jobs(), 0);
     assert!(harness.answers.is_empty());
@@ -304,7 +313,8 @@ macro_rules! suite {
             $(
                 #[test]
                 fn $test() {
-                    super::$test($make);
+                    super::$test(Harness::new($make));
+                    $make.check();
                 }
             )*
         }
@@ -331,7 +341,20 @@ macro_rules! every_gpu {
     };
 }
 
-every_gpu!(in_memory, Harness::new(MemoryMaker::new()));
+every_gpu!(in_memory, MemoryMaker::new());
+
+#[cfg(feature = "cuda")]
+every_gpu!(by_the_driver, device_support::cuda::CudaMaker::default());
+
+#[cfg(feature = "cuda")]
+suite!(
+    by_the_driver_with_batch_copies,
+    device_support::cuda::CudaMaker { batch_copies: true },
+    through_the_pool,
+    through_host_slots,
+    padding_stays_zero,
+    what_is_not_verified_stays_out,
+);
 
 #[test]
 fn the_noise_of_two_seeds_differs() {

@@ -2,6 +2,8 @@
 #![allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "a test may panic")]
 #![allow(dead_code, reason = "each test file uses its part")]
 
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
 pub(crate) mod memory;
 
 use std::sync::Arc;
@@ -46,6 +48,8 @@ pub(crate) trait Maker {
     fn mapped(&self) -> Option<usize> {
         None
     }
+    /// Checks at the end of a test what only this kind of GPU knows.
+    fn check(&self) {}
 }
 
 /// A worker, its answers, and an arena of slots.

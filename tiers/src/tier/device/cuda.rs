@@ -202,7 +202,8 @@ impl CudaGpu {
     /// Opens a GPU: makes its context, takes `pool_bytes` (rounded up to pages) and the lanes'
     /// memory, loads the kernels, and registers the arena, which takes about 0.1 s per GiB.
     ///
-    /// To be called on the thread that will own the GPU.
+    /// To be called on the thread that will own the GPU: its context stays current there, and the
+    /// thread must not call the driver for anything else after the GPU was dropped.
     ///
     /// # Errors
     /// [`GpuError::OutOfMemory`] when pool or lanes do not fit; [`GpuError::Failed`] with one line

@@ -419,7 +419,8 @@ pub trait Gpu: Send {
     /// The batch comes back, and nothing of it is under way.
     fn start(&mut self, batch: Batch) -> Result<BatchId, (GpuError, Batch)>;
 
-    /// Collects the batches that have ended. Never waits.
+    /// Collects the batches that have ended. Never waits. Also asked once after the GPU was lost:
+    /// then it gives back those of whose host slots the driver is known to be done with.
     fn finished(&mut self, done: &mut Vec<BatchDone>);
 }
 
@@ -470,6 +471,6 @@ pub enum GpuError {
 impl GpuError {
     /// Whether the whole GPU is gone for this process.
     pub fn is_lost(&self) -> bool {
-        matches!(self, GpuError::Lost(_) | GpuError::Ended)
+        matches!(self, GpuError::Lost(_))
     }
 }

@@ -326,7 +326,7 @@ impl Worker {
         let lost = result.as_ref().err().filter(|error| error.is_lost()).cloned();
         self.answer(DeviceDone::Opened { region, result });
         if let Some(error) = lost {
-            self.lose(error);
+            self.lose_in_order(error);
         }
     }
 
@@ -464,11 +464,12 @@ impl Worker {
         match self.call(|gpu| gpu.is_ready(region, event))? {
             // A client that is gone is not waited for.
             Ok(false) if late || closing => Err(GpuError::Event),
-            Err(error) if error.is_lost() => {
-                self.lose(error.clone());
-                Err(error)
+            result => {
+                if let Err(error) = &result {
+                    self.lose_in_order(error.clone());
+                }
+                result
             }
-            result => result,
         }
     }
 
@@ -538,7 +539,7 @@ impl Worker {
             self.finish_close(region);
         }
         if let Some(error) = lost {
-            self.lose(error);
+            self.lose_in_order(error);
         }
     }
 
@@ -549,6 +550,11 @@ impl Worker {
         let mut done = Vec::new();
         drop(self.call(|gpu| gpu.finished(&mut done)));
         let any = !done.is_empty();
+        self.settle(done);
+        any
+    }
+
+    fn settle(&mut self, done: Vec<BatchDone>) {
         // The slots are free before anybody hears of it; one loss answers for all batches.
         let ended = done.into_iter().map(|BatchDone { id, batch, results }| {
             drop(batch);
@@ -559,7 +565,6 @@ impl Worker {
                 self.end_batch(ops, queue, results);
             }
         }
-        any
     }
 
     fn check_batch_time(&mut self) {
@@ -578,23 +583,44 @@ impl Worker {
         state.health.batch_since = self.under_way.values().map(|batch| batch.since).min();
     }
 
-    /// Gives the GPU up, once: everything of it is leaked, because touching it could hang, and
-    /// because the GPU may still write to the host slots of what is under way.
-    fn lose(&mut self, error: GpuError) {
-        if self.lost.is_some() || matches!(error, GpuError::Ended) {
+    /// The GPU has said itself that it is lost. What it can still give back is taken, so that host
+    /// slots are free again.
+    fn lose_in_order(&mut self, error: GpuError) {
+        if self.lost.is_some() || !error.is_lost() {
             return;
         }
+        self.announce(&error);
+        let mut done = Vec::new();
+        drop(self.call(|gpu| gpu.finished(&mut done)));
+        self.settle(done);
+        self.give_up(&error);
+    }
+
+    /// The GPU cannot be trusted to say anything any more.
+    fn lose(&mut self, error: GpuError) {
+        if self.lost.is_none() {
+            self.announce(&error);
+        }
+        self.give_up(&error);
+    }
+
+    fn announce(&mut self, error: &GpuError) {
         tracing::error!(gpu = %self.info.uuid, %error, "the device tier is off");
         self.lost = Some(error.clone());
-        std::mem::forget(self.gpu.take());
         self.shared.state().health.lost = Some(error.to_string());
         self.tell(DeviceDone::Lost { error: error.clone() });
+    }
+
+    /// Fails all that is left. Everything of the GPU is leaked, because touching it could hang, and
+    /// because the GPU may still write to the host slots of what is under way.
+    fn give_up(&mut self, error: &GpuError) {
+        std::mem::forget(self.gpu.take());
         for (_, batch) in std::mem::take(&mut self.under_way) {
             for op in batch.ops {
                 self.answer(op.done(Err(error.clone())));
             }
         }
-        self.fail_waiting(&error);
+        self.fail_waiting(error);
         let regions = std::mem::take(&mut self.regions);
         for (region, state) in regions {
             match state {
