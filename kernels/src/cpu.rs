@@ -8,6 +8,7 @@ use std::ffi::{c_char, c_int, c_uint, c_ulong, c_void};
 
 use crate::abi::KERNELS;
 
+// SAFETY: as cuda/host_launch.cpp declares them, which build.rs compiles and links.
 unsafe extern "C" {
     fn kvtide_cpu_launch(
         name: *const c_char,
