@@ -27,11 +27,11 @@ const EXCEPTIONS: &[(&str, &str)] = &[];
 const CRATES: [(&str, &str, u32); 7] = [
     ("kvtide-kernels", "kernels", 0),
     ("kvtide-fakecuda", "tests/fakecuda", 1),
-    ("kvtide-tiers", "tiers", 1),
-    ("kvtide-client", "client", 2),
-    ("kvtide-daemon", "daemon", 3),
-    ("kvtide-tests", "tests", 4),
-    ("kvtide-bench", "bench", 4),
+    ("kvtide-tiers", "tiers", 2),
+    ("kvtide-client", "client", 3),
+    ("kvtide-daemon", "daemon", 4),
+    ("kvtide-tests", "tests", 5),
+    ("kvtide-bench", "bench", 5),
 ];
 
 /// The four homes of `unsafe`, as beginnings of paths, and the fake driver, which is a C library.
