@@ -15,6 +15,8 @@ mod breaker;
 mod client;
 mod config;
 mod connection;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod doubt;
 mod error;
 mod gpu;

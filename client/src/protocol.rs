@@ -397,8 +397,10 @@ pub struct GpuStatus {
     pub driver: String,
     /// Bytes of its memory in which the daemon keeps blocks.
     pub pool_bytes: u64,
-    /// "ok", or what is wrong with it now.
+    /// "ok", or what is wrong with it now, in words.
     pub health: String,
+    /// Whether the driver is stuck on it.
+    pub stuck: bool,
     /// Why it is off, if it is.
     pub off: Option<String>,
 }

@@ -144,9 +144,9 @@ impl Snapshot {
         };
         out.gauge("kvtide_gpu_off", "1 while a GPU is not used", rows(|gpu| gpu.off.is_some()))?;
         out.gauge(
-            "kvtide_gpu_unwell",
+            "kvtide_gpu_stuck",
             "1 while the driver is stuck on a GPU, see status",
-            rows(|gpu| gpu.health != devices::HEALTHY),
+            rows(|gpu| gpu.stuck),
         )
     }
 
@@ -299,21 +299,23 @@ mod tests {
 
     use super::*;
 
-    fn gpu(uuid: &str, health: &str) -> GpuStatus {
+    fn gpu(uuid: &str, stuck: bool) -> GpuStatus {
         GpuStatus {
             uuid: uuid.into(),
             name: "Fake GPU 0".into(),
             driver: "13.0".into(),
             pool_bytes: 1 << 20,
-            health: health.into(),
+            health: "a copy has been under way for 9 s".into(),
+            stuck,
             off: None,
         }
     }
 
     #[test]
     fn health_names_the_gpu_that_is_stuck() {
-        let gpus = [gpu("GPU-a", devices::HEALTHY), gpu("GPU-b", "1 import closes for 9 s")];
-        assert_eq!(health_text("ok", &gpus), "ok\nGPU-b: 1 import closes for 9 s\n");
+        let gpus = [gpu("GPU-a", false), gpu("GPU-b", true)];
+        let stuck = "ok\nGPU-b: a copy has been under way for 9 s\n";
+        assert_eq!(health_text("ok", &gpus), stuck);
         assert_eq!(health_text("draining", &gpus[..1]), "draining\n");
     }
 
@@ -323,7 +325,7 @@ mod tests {
         catalog.host.bytes_in = 7;
         catalog.missed = vec![(MissReason::NoRoom, 3)];
         catalog.device = vec![TierUse { used_bytes: 9, ..TierUse::default() }];
-        let gpus = vec![gpu("GPU-a", "1 import closes for 9 s")];
+        let gpus = vec![gpu("GPU-a", true)];
         let service = ServiceStats { calls: vec![("load".into(), 2)], ..Default::default() };
         let tenants = vec![TenantStats { tenant: "a".into(), sessions: 4, ..Default::default() }];
         let snapshot = Snapshot { catalog: Some(catalog), service, tenants, gpus, uptime_s: 5 };
@@ -331,7 +333,7 @@ mod tests {
         for line in [
             "kvtide_tier_in_bytes_total{tier=\"host\"} 7",
             "kvtide_tier_used_bytes{tier=\"device\",gpu=\"GPU-a\"} 9",
-            "kvtide_gpu_unwell{gpu=\"GPU-a\"} 1",
+            "kvtide_gpu_stuck{gpu=\"GPU-a\"} 1",
             "kvtide_gpu_off{gpu=\"GPU-a\"} 0",
             "kvtide_missed_blocks_total{reason=\"no_room\"} 3",
             "kvtide_calls_total{verb=\"load\"} 2",

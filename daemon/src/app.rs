@@ -296,6 +296,11 @@ impl App {
         namespaces.insert(entry.id, entry);
     }
 
+    /// Why there is no device tier, in one line.
+    pub fn device_off(&self) -> Option<String> {
+        devices::off(&self.config.device, &self.node.report())
+    }
+
     /// Marks the drain as under way.
     pub fn set_draining(&self) {
         self.draining.store(true, Ordering::Release);

@@ -5,14 +5,9 @@ use kvtide_tiers::movement::{DeviceConfig, DeviceReport, GpuChoice, NodeReport};
 
 use crate::config::{DeviceSettings, DeviceUse, show_bytes};
 
-/// Whether this build can use GPUs.
-pub const HAS_CUDA: bool = cfg!(feature = "cuda");
-
-const NOT_BUILT: &str = "this build has none (cargo feature `cuda`)";
-
 /// The GPUs that the node is to use.
 pub fn node_devices(settings: &DeviceSettings) -> Vec<DeviceConfig> {
-    if settings.enabled == DeviceUse::Off || !HAS_CUDA {
+    if settings.enabled == DeviceUse::Off {
         return Vec::new();
     }
     let choices = match settings.gpus.as_slice() {
@@ -32,14 +27,9 @@ pub fn off(settings: &DeviceSettings, report: &NodeReport) -> Option<String> {
     if settings.enabled == DeviceUse::Off {
         return Some("turned off by the configuration".to_owned());
     }
-    if !HAS_CUDA {
-        return Some(NOT_BUILT.to_owned());
-    }
-    if report.devices.is_empty() {
-        let why = report.devices_off.clone();
-        return Some(why.unwrap_or_else(|| "the driver shows no GPU".to_owned()));
-    }
-    None
+    let why = || report.devices_off.clone();
+    let none = report.devices.is_empty();
+    none.then(|| why().unwrap_or_else(|| "the driver shows no GPU".to_owned()))
 }
 
 /// The tier in words.
@@ -47,14 +37,11 @@ pub fn words(settings: &DeviceSettings, report: &NodeReport) -> String {
     if let Some(why) = off(settings, report) {
         return format!("off: {why}");
     }
-    let (all, on) = (report.devices.len(), report.devices.iter().filter(|d| d.off.is_none()));
-    let on = on.count();
-    let gpus = match all {
-        1 => "1 GPU".to_owned(),
-        all => format!("{all} GPUs"),
-    };
-    let off = if on < all { format!(", {} of them off", all - on) } else { String::new() };
-    format!("{gpus}{off}")
+    let all = report.devices.len();
+    let lost = report.devices.iter().filter(|device| device.off.is_some()).count();
+    let gpus = if all == 1 { "1 GPU".to_owned() } else { format!("{all} GPUs") };
+    let lost = if lost > 0 { format!(", {lost} of them off") } else { String::new() };
+    format!("{gpus}{lost}")
 }
 
 /// What is stated at start.
@@ -80,6 +67,7 @@ pub fn status(report: &NodeReport) -> Vec<GpuStatus> {
         driver: device.driver.clone(),
         pool_bytes: device.pool_bytes,
         health: device.health.clone(),
+        stuck: device.stuck,
         off: device.off.clone(),
     };
     report.devices.iter().map(status).collect()
@@ -89,45 +77,46 @@ pub fn status(report: &NodeReport) -> Vec<GpuStatus> {
 pub fn troubles(devices: &[GpuStatus]) -> Vec<String> {
     let trouble = |device: &GpuStatus| match &device.off {
         Some(why) => Some(format!("{}: off: {why}", device.uuid)),
-        None if device.health == HEALTHY => None,
-        None => Some(format!("{}: {}", device.uuid, device.health)),
+        None => device.stuck.then(|| format!("{}: {}", device.uuid, device.health)),
     };
     devices.iter().filter_map(trouble).collect()
 }
 
-/// What the node says of a GPU that is well.
-pub const HEALTHY: &str = "ok";
-
 #[cfg(test)]
 mod tests {
+    use kvtide_tiers::block::GpuUuid;
+
     use super::*;
 
     #[test]
     fn troubles_name_the_gpu() {
-        let gpu = |uuid: &str, health: &str, off: Option<&str>| GpuStatus {
+        let gpu = |uuid: &str, stuck: bool, off: Option<&str>| GpuStatus {
             uuid: uuid.into(),
             name: "Fake GPU 0".into(),
             driver: "13.0".into(),
             pool_bytes: 0,
-            health: health.into(),
+            health: "1 mappings cannot be closed, the oldest for 12 s".into(),
+            stuck,
             off: off.map(str::to_owned),
         };
-        let devices = [
-            gpu("GPU-a", HEALTHY, None),
-            gpu("GPU-b", "1 import closes for 12 s", None),
-            gpu("GPU-c", HEALTHY, Some("error 700")),
+        let devices =
+            [gpu("GPU-a", false, None), gpu("GPU-b", true, None), gpu("GPU-c", true, Some("lost"))];
+        let expected = [
+            "GPU-b: 1 mappings cannot be closed, the oldest for 12 s".to_owned(),
+            "GPU-c: off: lost".to_owned(),
         ];
-        let expected = ["GPU-b: 1 import closes for 12 s", "GPU-c: off: error 700"];
         assert_eq!(troubles(&devices), expected);
     }
 
     #[test]
-    fn what_is_turned_off_is_not_asked_for() {
-        let mut settings = DeviceSettings { enabled: DeviceUse::Off, ..DeviceSettings::default() };
+    fn all_gpus_are_used_or_those_that_are_named_or_none() {
+        let mut settings = DeviceSettings { pool_bytes: 1 << 30, ..DeviceSettings::default() };
+        let device = |gpu| DeviceConfig { gpu, pool_bytes: 1 << 30, library: None };
+        assert_eq!(node_devices(&settings), [device(GpuChoice::All)]);
+        let gpus = [GpuUuid([9; 16]), GpuUuid([2; 16])];
+        settings.gpus = gpus.to_vec();
+        assert_eq!(node_devices(&settings), gpus.map(|gpu| device(GpuChoice::Uuid(gpu))));
+        settings.enabled = DeviceUse::Off;
         assert!(node_devices(&settings).is_empty());
-        settings.enabled = DeviceUse::Auto;
-        let all = node_devices(&settings);
-        assert_eq!(all.len(), usize::from(HAS_CUDA));
-        assert!(all.iter().all(|device| device.gpu == GpuChoice::All && device.pool_bytes == 0));
     }
 }

@@ -18,7 +18,7 @@ use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
 use crate::app::App;
-use crate::session::{RegionKind, RegionRoom, Session};
+use crate::session::{Importing, RegionKind, RegionRoom, Session};
 
 /// What is left of a call's time for its answer to travel.
 const ANSWER_TIME: Duration = Duration::from_millis(50);
@@ -50,6 +50,7 @@ pub async fn register(
         session: Arc::clone(session),
         room,
         kind: RegionKind::Gpu { events },
+        _import: session.importing(),
     };
     let runtime = Handle::current();
     app.node().register_gpu_region(session.id, region, move |result| {
@@ -59,7 +60,7 @@ pub async fn register(
     match tokio::time::timeout_at(before(deadline), answered).await {
         Ok(answer) => match answer.map_err(|_| CallError::Internal(NOT_ANSWERED.to_owned()))? {
             Ok(registered) => Ok(registered.heard()),
-            Err(error) => Err(refused(error, gpu)),
+            Err(error) => Err(refused(error, gpu, app.device_off().as_deref())),
         },
         Err(_) => Err(CallError::Internal(format!(
             "{gpu} has not imported the memory in time; `kvtide status` shows whether it is stuck"
@@ -79,21 +80,29 @@ pub async fn unregister(
     region: RegionId,
     deadline: Instant,
 ) -> Result<(), CallError> {
-    let (closed, answered) = oneshot::channel();
-    let ending = Arc::clone(session);
-    app.node().unregister_gpu_region(session.id, region, move || {
-        ending.region_ended(region);
-        // Whoever waited for it may have given up.
-        let _ = closed.send(());
-    });
-    // A sender that is dropped unsent has no memory imported either.
-    tokio::time::timeout_at(before(deadline), answered).await.map(drop).map_err(|_| {
-        CallError::Internal(
-            "the GPU has not let go of the memory in time; `kvtide status` shows whether it is \
-             stuck"
-                .to_owned(),
-        )
-    })
+    begin_unregister(app, session, region);
+    if session.region_gone(region, before(deadline)).await {
+        return Ok(());
+    }
+    let text = "the GPU has not let go of the memory in time; `kvtide status` shows whether it is \
+                stuck";
+    Err(CallError::Internal(text.to_owned()))
+}
+
+/// Asks the node to let go of all GPU memory of a session that ends.
+pub fn end_session(app: &App, session: &Arc<Session>) {
+    for region in session.gpu_regions() {
+        begin_unregister(app, session, region);
+    }
+}
+
+/// Asks the node to let go of the memory, unless that was asked before.
+fn begin_unregister(app: &App, session: &Arc<Session>, region: RegionId) {
+    if session.begin_end(region) {
+        let ending = Arc::clone(session);
+        let ended = move || ending.region_ended(region);
+        app.node().unregister_gpu_region(session.id, region, ended);
+    }
 }
 
 /// Whether a load or store may wait for this event of its region.
@@ -184,11 +193,15 @@ fn region(session: &Session, spec: GpuRegionSpec) -> Result<GpuRegion, CallError
     Ok(GpuRegion { gpu, memory, bytes, layout, order })
 }
 
-fn refused(error: RegisterError, gpu: GpuUuid) -> CallError {
-    match error {
-        RegisterError::Limit(limit) => CallError::Busy(limit),
-        RegisterError::Refused(why) => CallError::Invalid(format!("{gpu}: {why}")),
-        other => CallError::NotFound(format!("{gpu}: {other}")),
+/// `off` says why the daemon uses no GPU at all.
+fn refused(error: RegisterError, gpu: GpuUuid, off: Option<&str>) -> CallError {
+    match (error, off) {
+        (RegisterError::Limit(limit), _) => CallError::Busy(limit),
+        (RegisterError::NoSuchGpu { .. }, Some(why)) => {
+            CallError::NotFound(format!("{gpu}: the device tier is off: {why}"))
+        }
+        (RegisterError::Refused(why), _) => CallError::Invalid(format!("{gpu}: {why}")),
+        (other, _) => CallError::NotFound(format!("{gpu}: {other}")),
     }
 }
 
@@ -198,6 +211,7 @@ struct Registering {
     session: Arc<Session>,
     room: RegionRoom,
     kind: RegionKind,
+    _import: Importing,
 }
 
 impl Registering {
@@ -233,12 +247,7 @@ impl Drop for Registered {
             "GPU memory was imported after its client had given up; it is let go of"
         );
         // Not from here: this may be the node's own thread, in the middle of its answer.
-        self.runtime.spawn(async move {
-            let ending = Arc::clone(&session);
-            app.node().unregister_gpu_region(session.id, region, move || {
-                ending.region_ended(region);
-            });
-        });
+        self.runtime.spawn(async move { begin_unregister(&app, &session, region) });
     }
 }
 
@@ -276,9 +285,15 @@ mod tests {
     #[test]
     fn refusals_name_the_gpus_that_there_are_and_why_the_tier_is_off() {
         let (asked, there) = (GpuUuid([1; 16]), GpuUuid([2; 16]));
-        let text = refused(RegisterError::NoSuchGpu { known: vec![there] }, asked).to_string();
+        let known = vec![there];
+        let text = refused(RegisterError::NoSuchGpu { known }, asked, None).to_string();
         assert!(text.contains(&asked.to_string()) && text.contains(&there.to_string()), "{text}");
-        let off = RegisterError::TierOff("no CUDA driver".to_owned());
-        assert!(refused(off, asked).to_string().contains("off: no CUDA driver"));
+        for off in [
+            RegisterError::TierOff("no CUDA driver".to_owned()),
+            RegisterError::NoSuchGpu { known: Vec::new() },
+        ] {
+            let text = refused(off, asked, Some("no CUDA driver")).to_string();
+            assert!(text.contains("off: no CUDA driver"), "{text}");
+        }
     }
 }

@@ -20,12 +20,14 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::net::SendFlags;
 use tarpc::server::{BaseChannel, Channel};
 use tokio::net::{UnixListener, UnixStream};
+use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinSet;
 
 use crate::app::{App, AppError};
 use crate::config::Caller;
 use crate::counters::ServiceCounters;
+use crate::gpu;
 use crate::service::Service;
 use crate::session::{Session, Tickets, notify_pipe};
 
@@ -288,8 +290,13 @@ async fn open_session(
     let tenant = tenant.unwrap_or(kvtide_tiers::catalog::TenantId(u32::MAX));
     let id = app.node().open_session(tenant, notify).map_err(|_| full())?;
     let session = Arc::new(Session::new(id, token, caller, hello.name, tickets, counters));
-    let guard =
-        SessionGuard { app: Arc::clone(app), session: Arc::clone(&session), pid, _stream: held };
+    let guard = SessionGuard {
+        app: Arc::clone(app),
+        session: Arc::clone(&session),
+        pid,
+        runtime: Handle::current(),
+        stream: Some(held),
+    };
     app.sessions().insert(id, session);
     let welcome = Welcome { session: id.0, token, fd: 0, limits: limits(app) };
     send_answer(stream, &Answer::Welcome(welcome), Some(theirs.as_fd())).await.map_err(system)?;
@@ -315,20 +322,30 @@ fn limits(app: &App) -> SessionLimits {
 ///
 /// It keeps the connection open: however the connection ends here, the client sees the end of the
 /// stream only after the node has closed the session, when nothing copies from or to its regions
-/// any more. Clients use the memory again as soon as they see it.
+/// any more, and has let go of its GPU memory. Clients use the memory again, or free it, as soon as
+/// they see it. Should a GPU be stuck, nothing is held for its client but the open connection.
 struct SessionGuard {
     app: Arc<App>,
     session: Arc<Session>,
     pid: i32,
-    // Dropped behind the body of `drop`.
-    _stream: OwnedFd,
+    runtime: Handle,
+    // Taken when it is dropped.
+    stream: Option<OwnedFd>,
 }
 
 impl Drop for SessionGuard {
     fn drop(&mut self) {
         let id = self.session.id;
         self.app.sessions().remove(&id);
+        gpu::end_session(&self.app, &self.session);
         self.app.node().close_session(id);
+        if let Some(stream) = self.stream.take().filter(|_| !self.session.is_off_gpus()) {
+            let session = Arc::clone(&self.session);
+            self.runtime.spawn(async move {
+                session.off_gpus().await;
+                drop(stream);
+            });
+        }
         let client = &self.session.name;
         tracing::info!(session = id.0, client, pid = self.pid, "a client is gone");
     }

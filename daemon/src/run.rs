@@ -13,7 +13,7 @@ use crate::app::{App, AppError};
 use crate::config::{Args, Config, DeviceUse, show_bytes};
 use crate::listener::Listener;
 use crate::log::LogLevel;
-use crate::{admin, devices, drain, log, notify, reload};
+use crate::{admin, drain, log, notify, reload};
 
 /// Bad usage or configuration.
 const EXIT_USAGE: u8 = 2;
@@ -95,9 +95,7 @@ async fn serve(
     for note in &app.notes {
         tracing::info!("{note}");
     }
-    let device = &app.config.device;
-    if let (DeviceUse::On, Some(why)) = (device.enabled, devices::off(device, &app.node().report()))
-    {
+    if let (DeviceUse::On, Some(why)) = (app.config.device.enabled, app.device_off()) {
         tracing::warn!("`device.enabled` is true, but the device tier is off: {why}");
     }
     let mut term = signal(SignalKind::terminate())?;

@@ -92,17 +92,32 @@ pub struct Session {
     namespaces: Mutex<HashSet<NamespaceId>>,
     descriptors: Mutex<Descriptors>,
     regions: Mutex<Regions>,
+    region_gone: Notify,
 }
 
 #[derive(Default)]
 struct Regions {
     used: u64,
     known: HashMap<RegionId, KnownRegion>,
+    importing: usize,
+}
+
+/// A registration of GPU memory under way, until it is dropped.
+pub struct Importing(Arc<Session>);
+
+impl Drop for Importing {
+    fn drop(&mut self) {
+        let mut regions = lock(&self.0.regions);
+        regions.importing = regions.importing.saturating_sub(1);
+        drop(regions);
+        self.0.region_gone.notify_waiters();
+    }
 }
 
 struct KnownRegion {
     bytes: u64,
     memory: RegionKind,
+    closing: bool,
 }
 
 /// What a region is made of.
@@ -127,7 +142,8 @@ impl RegionRoom {
     /// The region is registered.
     pub fn keep(mut self, region: RegionId, memory: RegionKind) {
         let bytes = std::mem::take(&mut self.bytes);
-        lock(&self.session.regions).known.insert(region, KnownRegion { bytes, memory });
+        let known = KnownRegion { bytes, memory, closing: false };
+        lock(&self.session.regions).known.insert(region, known);
     }
 }
 
@@ -159,6 +175,7 @@ impl Session {
             namespaces: Mutex::default(),
             descriptors: Mutex::default(),
             regions: Mutex::default(),
+            region_gone: Notify::new(),
         }
     }
 
@@ -213,6 +230,60 @@ impl Session {
         let mut regions = lock(&self.regions);
         let bytes = regions.known.remove(&region).map_or(0, |known| known.bytes);
         regions.used = regions.used.saturating_sub(bytes);
+        drop(regions);
+        self.region_gone.notify_waiters();
+    }
+
+    /// Marks a region as about to end. `false` when it is not there, or marked already.
+    pub fn begin_end(&self, region: RegionId) -> bool {
+        let mut regions = lock(&self.regions);
+        let known = regions.known.get_mut(&region);
+        known.is_some_and(|known| !std::mem::replace(&mut known.closing, true))
+    }
+
+    /// A registration of GPU memory begins.
+    pub fn importing(self: &Arc<Self>) -> Importing {
+        lock(&self.regions).importing += 1;
+        Importing(Arc::clone(self))
+    }
+
+    /// The regions in GPU memory.
+    pub fn gpu_regions(&self) -> Vec<RegionId> {
+        let regions = lock(&self.regions);
+        let on_gpu = |known: &KnownRegion| matches!(known.memory, RegionKind::Gpu { .. });
+        regions.known.iter().filter(|(_, known)| on_gpu(known)).map(|(id, _)| *id).collect()
+    }
+
+    /// Whether no GPU memory of the session is imported or about to be.
+    pub fn is_off_gpus(&self) -> bool {
+        let importing = lock(&self.regions).importing;
+        importing == 0 && self.gpu_regions().is_empty()
+    }
+
+    /// Waits until [`Session::is_off_gpus`], however long that takes.
+    pub async fn off_gpus(&self) {
+        loop {
+            let mut gone = std::pin::pin!(self.region_gone.notified());
+            gone.as_mut().enable();
+            if self.is_off_gpus() {
+                return;
+            }
+            gone.await;
+        }
+    }
+
+    /// Waits until a region is registered no more. `false` when it still is at `until`.
+    pub async fn region_gone(&self, region: RegionId, until: tokio::time::Instant) -> bool {
+        loop {
+            let mut gone = std::pin::pin!(self.region_gone.notified());
+            gone.as_mut().enable();
+            if self.region_kind(region).is_none() {
+                return true;
+            }
+            if tokio::time::timeout_at(until, gone).await.is_err() {
+                return self.region_kind(region).is_none();
+            }
+        }
     }
 
     /// What a region of the session is made of; `None` for one that it does not have.
@@ -502,6 +573,39 @@ mod tests {
         tokio::task::yield_now().await;
         tickets.ended(TicketId(1), vec![Outcome::Stored]);
         assert_eq!(wait.await.unwrap().len(), 1);
+    }
+
+    #[tokio::test]
+    async fn a_region_that_takes_long_to_end_keeps_its_room_and_ends_once() {
+        let caller = Caller { uid: 1, operator: false, tenant: None };
+        let (tickets, counters) = (tickets(), Arc::default());
+        let session = Session::new(SessionId(1), [0; 16], caller, "a".into(), tickets, counters);
+        let session = Arc::new(session);
+        let (region, now) = (RegionId(4), tokio::time::Instant::now());
+        drop(session.region_room(10, 10).unwrap());
+        session.region_room(10, 10).unwrap().keep(region, RegionKind::Gpu { events: 2 });
+        assert!(session.begin_end(region));
+        assert!(!session.begin_end(region), "it is ended once");
+        assert!(!session.region_gone(region, now).await);
+        assert!(session.region_room(1, 10).is_err(), "it may still be imported");
+        assert!(!session.is_off_gpus());
+        let until = now + Duration::from_secs(20);
+        let waits = session.region_gone(region, until);
+        let ends = async {
+            tokio::task::yield_now().await;
+            session.region_ended(region);
+        };
+        assert!(tokio::join!(waits, ends).0);
+        assert!(!session.begin_end(region));
+        assert!(session.region_room(10, 10).is_ok());
+        assert!(session.is_off_gpus());
+        let import = session.importing();
+        assert!(!session.is_off_gpus());
+        let imported = async {
+            tokio::task::yield_now().await;
+            drop(import);
+        };
+        tokio::join!(session.off_gpus(), imported);
     }
 
     #[test]

@@ -11,6 +11,7 @@
 //! - `cpu` (feature `cpu`): the kernels' source, run on the CPU.
 //! - `driver` (feature `cuda`): the only calls of the CUDA driver.
 //! - `launch` (feature `cuda`): the kernels as functions, with grids sized to the device.
+//! - `nvrtc` (feature `nvrtc`): the same kernels, compiled at run time for the GPU at hand.
 //!
 //! Blocks in a client's host memory are not gathered here: that memory may only be reached through
 //! checked copies of a mapping that another process writes to (`tiers::io::Region`).
@@ -22,4 +23,6 @@ pub mod cpu;
 pub mod driver;
 #[cfg(feature = "cuda")]
 pub mod launch;
+#[cfg(feature = "nvrtc")]
+pub mod nvrtc;
 pub mod twin;

@@ -17,9 +17,10 @@ struct Pool {
     region_bytes: usize,
 }
 
-/// What a plane is made of, in multiples of the case's granularity.
+/// What a plane is made of, in multiples of its granularity.
 #[derive(Clone, Copy, Debug)]
 struct PlaneShape {
+    granularity: u64,
     rows: u32,
     row: u64,
     row_gap: u64,
@@ -29,10 +30,12 @@ struct PlaneShape {
 
 impl Pool {
     /// Planes one behind the other, each with its blocks.
-    fn new(shapes: &[PlaneShape], granularity: u64, places: u32) -> Pool {
-        let mut at = 0;
+    fn new(shapes: &[PlaneShape], places: u32) -> Pool {
+        let mut at: u64 = 0;
         let mut planes = Vec::new();
         for shape in shapes {
+            let granularity = shape.granularity;
+            at = at.next_multiple_of(granularity);
             let row_stride = (shape.row + shape.row_gap) * granularity;
             let row_bytes = shape.row * granularity;
             let span = row_stride * u64::from(shape.rows - 1) + row_bytes;
@@ -140,8 +143,9 @@ fn check_both(pool: &Pool, places: &[u32], skews: (usize, usize), launch: Launch
 fn plane_shape(rows: u32, row: u64) -> impl Strategy<Value = PlaneShape> {
     // Gaps are often 0: rows that lie one behind the other take another path.
     let gap = || prop_oneof![Just(0u64), 0u64..5];
-    (1..=rows, 1..=row, gap(), gap(), gap()).prop_map(
-        |(rows, row, row_gap, block_gap, plane_gap)| PlaneShape {
+    (granularity(), 1..=rows, 1..=row, gap(), gap(), gap()).prop_map(
+        |(granularity, rows, row, row_gap, block_gap, plane_gap)| PlaneShape {
+            granularity,
             rows,
             row,
             row_gap,
@@ -149,6 +153,11 @@ fn plane_shape(rows: u32, row: u64) -> impl Strategy<Value = PlaneShape> {
             plane_gap,
         },
     )
+}
+
+/// The bytes that sizes and strides of a plane are multiples of.
+fn granularity() -> impl Strategy<Value = u64> {
+    prop::sample::select(vec![1u64, 2, 4, 8, 16])
 }
 
 fn launches() -> impl Strategy<Value = Launch> {
@@ -159,14 +168,17 @@ fn launches() -> impl Strategy<Value = Launch> {
     })
 }
 
-/// Sizes and alignments in multiples of 1, 2, 4, 8 or 16 bytes.
+/// All planes of one granularity, or each of its own.
 fn cases(rows: u32, row: u64) -> impl Strategy<Value = (Pool, Vec<u32>, (usize, usize))> {
-    let granularity = prop::sample::select(vec![1u64, 2, 4, 8, 16]);
     let shapes = prop::collection::vec(plane_shape(rows, row), 1..7);
+    let common = prop::option::of(granularity());
     let skew = || prop::sample::select(vec![0usize, 0, 1, 2, 4, 8, 16, 20]);
-    (granularity, shapes, 1u32..8, skew(), skew()).prop_flat_map(
-        |(granularity, shapes, places, region_skew, payload_skew)| {
-            let pool = Pool::new(&shapes, granularity, places);
+    (common, shapes, 1u32..8, skew(), skew()).prop_flat_map(
+        |(common, mut shapes, places, region_skew, payload_skew)| {
+            for shape in &mut shapes {
+                shape.granularity = common.unwrap_or(shape.granularity);
+            }
+            let pool = Pool::new(&shapes, places);
             let order = Just((0..places).collect::<Vec<u32>>()).prop_shuffle();
             (Just(pool), order, 1..=places, Just((region_skew, payload_skew))).prop_map(
                 |(pool, mut order, count, skews)| {
@@ -213,16 +225,23 @@ proptest! {
 /// Pools as engines have them, in blocks of megabytes.
 #[test]
 fn pools_of_engines() {
-    let plane = |rows, row, row_gap| PlaneShape { rows, row, row_gap, block_gap: 0, plane_gap: 0 };
+    let plane = |rows, row, row_gap| PlaneShape {
+        granularity: 1,
+        rows,
+        row,
+        row_gap,
+        block_gap: 0,
+        plane_gap: 0,
+    };
     // K and V of 32 layers apart, 16 tokens of 8 heads of 128 elements of 2 bytes.
-    let grouped = Pool::new(&[plane(1, 32768, 0); 64], 1, 3);
+    let grouped = Pool::new(&[plane(1, 32768, 0); 64], 3);
     assert_eq!(grouped.payload_bytes, 2 << 20);
     // One opaque plane: 61 layers of latent attention, 16 tokens of 576 elements.
-    let latent = Pool::new(&[plane(1, 61 * 16 * 576 * 2, 0)], 1, 3);
+    let latent = Pool::new(&[plane(1, 61 * 16 * 576 * 2, 0)], 3);
     // Tokens outermost: each row is one token of one layer, layers a whole pool apart.
-    let tokens = Pool::new(&[plane(256, 256, 256); 8], 1, 3);
+    let tokens = Pool::new(&[plane(256, 256, 256); 8], 3);
     // Block-outermost: all planes within one stride of the block.
-    let mut outermost = Pool::new(&[plane(64, 256, 0); 16], 1, 1);
+    let mut outermost = Pool::new(&[plane(64, 256, 0); 16], 1);
     for plane in &mut outermost.planes {
         plane.block_stride = outermost.payload_bytes;
     }
@@ -236,6 +255,28 @@ fn pools_of_engines() {
 
 #[test]
 fn nothing_to_move_is_nothing_moved() {
-    let shape = PlaneShape { rows: 1, row: 64, row_gap: 0, block_gap: 0, plane_gap: 0 };
-    check_both(&Pool::new(&[shape], 1, 1), &[], (0, 0), Launch::of(4, 1, 32));
+    let shape =
+        PlaneShape { granularity: 1, rows: 1, row: 64, row_gap: 0, block_gap: 0, plane_gap: 0 };
+    check_both(&Pool::new(&[shape], 1), &[], (0, 0), Launch::of(4, 1, 32));
+}
+
+/// A plane of odd bytes puts the next one, whose rows are multiples of 16, across the border of a
+/// unit: from there on the payload is aligned, and the place in the row is not.
+#[test]
+fn rows_that_a_unit_cuts_between_alignments() {
+    let plane = |granularity, rows, row| PlaneShape {
+        granularity,
+        rows,
+        row,
+        row_gap: 1,
+        block_gap: 0,
+        plane_gap: 0,
+    };
+    for odd in [1, 4, 7, 8, 12] {
+        let shapes = [plane(odd, 1, 1), plane(16, 200, 15), plane(16, 100, 16)];
+        let pool = Pool::new(&shapes, 3);
+        check_both(&pool, &[1, 2], (0, 0), Launch::of(5, 1, 96));
+        // And the other way: aligned until the border, which is not.
+        check_both(&pool, &[1, 2], (0, 16 - odd as usize), Launch::of(5, 1, 96));
+    }
 }

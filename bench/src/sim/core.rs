@@ -86,7 +86,7 @@ impl Core {
         );
         let mut config = config(policy, host_bytes, slab_bytes)?;
         (config.clean_percent, config.idle_ms) = (node.clean_percent, node.idle_ms);
-        config.devices.extend(device.map(DeviceShape::of));
+        config.devices.extend(device.map(|bytes| DeviceShape::of(bytes, slab_bytes)));
         if let Some(bytes) = nvme_bytes {
             let mut nvme = NvmeConfig::new(PathBuf::new(), bytes);
             nvme.block_bytes_min = block_bytes;

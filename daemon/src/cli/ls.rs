@@ -342,6 +342,7 @@ pub(crate) fn now_s() -> u64 {
 mod tests {
     use super::*;
     use kvtide_tiers::block::BlockKey;
+    use kvtide_tiers::catalog::GpuId;
 
     fn row(namespace: u32, position: u32, host: bool, nvme: bool) -> InspectRow {
         InspectRow {
@@ -351,7 +352,7 @@ mod tests {
             position,
             tokens: 16,
             raw_bytes: 65536,
-            device: (position == 1).then_some(kvtide_tiers::catalog::GpuId(0)),
+            device: (position == 1).then_some(GpuId(0)),
             host,
             nvme: nvme.then_some((3, 1 << 32, 61440)),
             pins: position % 2,

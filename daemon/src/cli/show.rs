@@ -126,6 +126,7 @@ fn text(shown: &Shown, now_s: u64) -> String {
 mod tests {
     use super::*;
     use kvtide_client::NamespaceId;
+    use kvtide_tiers::catalog::GpuId;
 
     #[test]
     fn a_block_is_shown_whole_in_both_forms() {
@@ -136,7 +137,7 @@ mod tests {
             position: 2,
             tokens: 16,
             raw_bytes: 65536,
-            device: Some(kvtide_tiers::catalog::GpuId(1)),
+            device: Some(GpuId(1)),
             host: false,
             nvme: Some((9, (4 << 32) | 5, 61440)),
             pins: 1,

@@ -10,7 +10,6 @@ use super::error::CliError;
 use super::out::Out;
 use super::remote::Remote;
 use super::table::{Align, Table, bytes, count, pairs, percent, span};
-use crate::devices::HEALTHY;
 
 #[derive(Serialize)]
 struct Status {
@@ -78,11 +77,13 @@ fn gpu_row(at: usize, gpu: &GpuStatus, pool: Option<&TierUse>) -> Vec<String> {
     let GpuStatus { uuid, name, driver, health, .. } = gpu;
     let state = match &gpu.off {
         Some(why) => format!("OFF: {why}"),
-        None if health == HEALTHY => health.clone(),
-        None => format!("UNWELL: {health}"),
+        None if gpu.stuck => format!("STUCK: {health}"),
+        None => health.clone(),
     };
+    // The reasons of `tier_row` are those of a drive.
+    let pool = pool.map(|pool| TierUse { offline: None, ..*pool });
     let how = format!("{uuid}, {name}, driver {driver}, {state}");
-    tier_row(&format!("device {at}"), gpu.pool_bytes, pool, &how)
+    tier_row(&format!("device {at}"), gpu.pool_bytes, pool.as_ref(), &how)
 }
 
 fn tier_row(name: &str, capacity: u64, used: Option<&TierUse>, how: &str) -> Vec<String> {
@@ -141,18 +142,19 @@ mod tests {
 
     #[test]
     fn each_gpu_has_its_row_and_a_stuck_one_is_named() {
-        let gpu = |uuid: &str, health: &str, off: Option<&str>| GpuStatus {
+        let gpu = |uuid: &str, stuck: bool, off: Option<&str>| GpuStatus {
             uuid: uuid.into(),
             name: "NVIDIA H200".into(),
             driver: "13.0".into(),
             pool_bytes: 1 << 30,
-            health: health.into(),
+            health: if stuck { "a copy has been under way for 12 s" } else { "ok" }.into(),
+            stuck,
             off: off.map(str::to_owned),
         };
         let devices = vec![
-            gpu("GPU-a", HEALTHY, None),
-            gpu("GPU-b", "1 import closes for 12 s", None),
-            gpu("GPU-c", HEALTHY, Some("error 700 of cuLaunchKernel")),
+            gpu("GPU-a", false, None),
+            gpu("GPU-b", true, None),
+            gpu("GPU-c", false, Some("error 700 of cuLaunchKernel")),
         ];
         let status = StatusReport { devices, ..StatusReport::default() };
         let used = TierUse { used_bytes: 1 << 29, blocks: 7, ..TierUse::default() };
@@ -162,7 +164,7 @@ mod tests {
         let line = |name: &str| text.lines().find(|line| line.starts_with(name)).unwrap();
         assert!(line("device 0").contains("512.0 MiB (50.0 %)"), "{text}");
         assert!(line("device 0").ends_with("GPU-a, NVIDIA H200, driver 13.0, ok"), "{text}");
-        assert!(line("device 1").ends_with("UNWELL: 1 import closes for 12 s"), "{text}");
+        assert!(line("device 1").ends_with("STUCK: a copy has been under way for 12 s"), "{text}");
         assert!(line("device 2").ends_with("OFF: error 700 of cuLaunchKernel"), "{text}");
     }
 

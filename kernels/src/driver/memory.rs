@@ -56,12 +56,21 @@ impl DeviceBuffer {
     /// # Errors
     /// When the driver refuses, for example in a container without shared memory.
     pub fn ipc_handle(&self) -> Result<[u8; 64], CudaError> {
-        let _entered = self.context.enter()?;
-        let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
-        // SAFETY: the call writes one handle, and the address is that of an allocation.
-        unsafe { self.context.calls().cuIpcGetMemHandle(&raw mut handle, self.address) }?;
-        Ok(handle.reserved.map(|byte| byte.cast_unsigned()))
+        ipc_handle_of(&self.context, self.address)
     }
+}
+
+/// The handle of the allocation at `address`, which another allocator of this process made in
+/// `context`: see [`DeviceBuffer::ipc_handle`].
+///
+/// # Errors
+/// When the memory is of another kind: see [`legacy_ipc_capable`].
+pub fn ipc_handle_of(context: &Context, address: u64) -> Result<[u8; 64], CudaError> {
+    let _entered = context.enter()?;
+    let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
+    // SAFETY: the call writes one handle, and checks the address that it is given.
+    unsafe { context.calls().cuIpcGetMemHandle(&raw mut handle, address) }?;
+    Ok(handle.reserved.map(|byte| byte.cast_unsigned()))
 }
 
 impl Drop for DeviceBuffer {

@@ -36,7 +36,7 @@ pub use error::{CudaError, failed_drops};
 pub use library::{Unavailable, use_library};
 pub use memory::{
     DeviceBuffer, HostRegistration, ImportedIpc, REGISTRATION_BYTES_MAX, address_range,
-    legacy_ipc_capable,
+    ipc_handle_of, legacy_ipc_capable,
 };
 pub use module::{Function, Module};
 pub use stream::{BATCH_COPIES_MAX, Copy, Event, Stream};

@@ -68,15 +68,15 @@ fn a_thread_without_a_context_is_refused_and_every_other_call_brings_its_own() {
     let address = buffer.address();
     let error = std::thread::spawn(move || address_range(address).unwrap_err()).join().unwrap();
     assert_eq!(error.code, 201);
-    // A buffer may be used and dropped on a thread that never bound anything.
-    std::thread::spawn(move || {
+    // A buffer may be used and dropped on a thread that never bound anything, and such a thread
+    // has no context after that either.
+    let user = std::thread::spawn(move || {
         let stream = Stream::new(&context).unwrap();
         upload(&stream, buffer.address(), &[7; 4096]).unwrap();
-        drop(buffer);
-        assert!(address_range(address).is_err());
-    })
-    .join()
-    .unwrap();
+        drop((stream, buffer));
+        address_range(address).unwrap_err()
+    });
+    assert_eq!(user.join().unwrap().code, 201);
     assert_eq!(failed_drops(), 0);
 }
 
@@ -121,7 +121,7 @@ fn pageable_memory_is_read_at_the_call_and_pinned_memory_when_its_turn_comes() {
     let mut pageable = vec![1_u8; 4096];
     pinned.write(&[1; 4096]);
 
-    fakecuda::inject("cuMemsetD8Async@1=stall");
+    let fault = common::inject("cuMemsetD8Async@1=stall");
     fill(&stream, buffer.address(), 0, 1).unwrap();
     let at = buffer.address();
     // SAFETY: both sources live until the stream is synchronised below; that they are written
@@ -133,7 +133,7 @@ fn pageable_memory_is_read_at_the_call_and_pinned_memory_when_its_turn_comes() {
     pageable.fill(2);
     pinned.write(&[2; 4096]);
     assert!(!stream.is_done().unwrap(), "the stream stalls");
-    fakecuda::inject("");
+    drop(fault);
     stream.synchronize().unwrap();
 
     let found = download(&stream, at, 8192).unwrap();
@@ -141,13 +141,13 @@ fn pageable_memory_is_read_at_the_call_and_pinned_memory_when_its_turn_comes() {
     assert_eq!(found[4096..], [2; 4096], "pinned memory is read later");
 
     // And towards the host: only pageable memory makes the call wait.
-    fakecuda::inject("cuMemsetD8Async@1=stall");
+    let fault = common::inject("cuMemsetD8Async@1=stall");
     fill(&stream, at, 3, 4096).unwrap();
     pinned.write(&[0; 4096]);
     // SAFETY: the pinned memory lives until the stream is synchronised below.
     unsafe { stream.copy_to_host(pinned.address(), at, 4096) }.unwrap();
     assert_eq!(pinned.read(), [0; 4096], "not yet");
-    fakecuda::inject("");
+    drop(fault);
     stream.synchronize().unwrap();
     assert_eq!(pinned.read(), [3; 4096]);
 }
@@ -189,9 +189,9 @@ fn registered_memory_is_known_by_its_chunks() {
 fn a_registration_that_fails_midway_leaves_nothing_registered() {
     let _alone = alone();
     let context = context();
-    fakecuda::inject("cuMemHostRegister_v2@3=oom");
+    let fault = common::inject("cuMemHostRegister_v2@3=oom");
     let error = Pinned::new(&context, 40_000, 8_192).err().unwrap();
-    fakecuda::inject("");
+    drop(fault);
     assert!(error.is_out_of_memory());
     assert_eq!(failed_drops(), 0);
 }
@@ -262,7 +262,7 @@ fn events_order_streams_and_say_when_they_are_reached() {
     two.wait(&event).unwrap();
     two.synchronize().unwrap();
 
-    fakecuda::inject("cuMemsetD8Async@1=stall");
+    let fault = common::inject("cuMemsetD8Async@1=stall");
     fill(&one, buffer.address(), 1, 1 << 20).unwrap();
     event.record(&one).unwrap();
     two.wait(&event).unwrap();
@@ -270,7 +270,7 @@ fn events_order_streams_and_say_when_they_are_reached() {
     std::thread::sleep(Duration::from_millis(20));
     assert!(!event.is_done().unwrap());
     assert!(!two.is_done().unwrap(), "the other stream waits");
-    fakecuda::inject("");
+    drop(fault);
     event.synchronize().unwrap();
     two.synchronize().unwrap();
     assert_eq!(download(&two, buffer.address(), 1 << 20).unwrap(), vec![2; 1 << 20]);

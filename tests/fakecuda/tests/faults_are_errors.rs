@@ -285,7 +285,7 @@ fn a_call_that_hangs_blocks_its_own_thread_only() {
         DeviceBuffer::alloc(&context, 4096).unwrap(),
         DeviceBuffer::alloc(&context, 4096).unwrap(),
     );
-    fakecuda::inject("cuMemFree_v2@1=hang");
+    let fault = common::inject("cuMemFree_v2@1=hang");
     let (done, is_done) = mpsc::channel();
     let thread = std::thread::spawn(move || {
         drop(hanging);
@@ -295,7 +295,7 @@ fn a_call_that_hangs_blocks_its_own_thread_only() {
     fill(&stream, other.address(), 4, 4096).unwrap();
     assert_eq!(download(&stream, other.address(), 4096).unwrap(), [4; 4096]);
     drop(other);
-    fakecuda::inject("");
+    drop(fault);
     is_done.recv_timeout(Duration::from_secs(10)).unwrap();
     thread.join().unwrap();
 }

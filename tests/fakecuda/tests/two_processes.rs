@@ -98,14 +98,14 @@ fn two_processes_share_memory_in_the_order_of_an_event() {
     assert!(Event::new(&context).unwrap().ipc_handle().is_err(), "an event of this process only");
 
     // The bytes come late: the importer's stream must wait for the event, also of a process.
-    fakecuda::inject("cuMemcpyDtoDAsync_v2@1=stall");
+    let fault = common::inject("cuMemcpyDtoDAsync_v2@1=stall");
     copy(&stream, buffer.address(), source.address(), BYTES as u64).unwrap();
     event.record(&stream).unwrap();
     let handle = buffer.ipc_handle().unwrap();
     assert!(legacy_ipc_capable(buffer.address()).unwrap());
     let mut peer = give(&handle, Some(&event.ipc_handle().unwrap()));
     std::thread::sleep(std::time::Duration::from_millis(20));
-    fakecuda::inject("");
+    drop(fault);
     assert_eq!(peer.hear(), "equal");
 
     // And the other way, with the same event recorded there.

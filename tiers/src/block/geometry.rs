@@ -145,6 +145,19 @@ impl RegionLayout {
         RegionLayout { blocks, planes: vec![plane] }
     }
 
+    /// A pool with a tensor of its own per layer, and per K and V where they are apart: `planes`
+    /// tensors one behind the other, each with `plane_bytes` per block.
+    pub fn layered(blocks: u32, planes: u32, plane_bytes: u64) -> RegionLayout {
+        let plane = |at: u32| Plane {
+            offset: u64::from(at) * u64::from(blocks) * plane_bytes,
+            block_stride: plane_bytes,
+            rows: 1,
+            row_stride: plane_bytes,
+            row_bytes: plane_bytes,
+        };
+        RegionLayout { blocks, planes: (0..planes).map(plane).collect() }
+    }
+
     /// Bytes of one block's payload. The layout must have been checked.
     pub fn block_bytes(&self) -> u64 {
         self.planes.iter().map(|plane| plane.block_bytes().unwrap_or(0)).sum()
@@ -278,10 +291,7 @@ mod tests {
     #[test]
     fn usual_pools_pass() {
         // 4 layers, K and V apart, layer-outermost; one opaque plane; rows inside blocks.
-        let layered = RegionLayout {
-            blocks: 10,
-            planes: (0..8).map(|at| plane(at * 1000, 100, 1, 0, 100)).collect(),
-        };
+        let layered = RegionLayout::layered(10, 8, 100);
         assert_eq!(layered.check(8000), Ok(()));
         assert_eq!(layered.block_bytes(), 800);
         assert_eq!(layered.region_bytes(), 8000);

@@ -321,7 +321,11 @@ fn catalog_config(config: &NodeConfig, bytes: u64, nvme: Option<&OpenedNvme>) ->
         host_bytes: bytes,
         slab_bytes: config.host.slab(),
         host_policy: || Box::new(Lru::default()),
-        devices: config.devices.iter().map(|device| DeviceShape::of(device.pool_bytes)).collect(),
+        devices: config
+            .devices
+            .iter()
+            .map(|device| DeviceShape::of(device.pool_bytes, config.host.slab()))
+            .collect(),
         nvme: nvme.map(|opened| opened.shape.clone()),
         limits: config.limits,
         clean_percent: config.clean_percent,

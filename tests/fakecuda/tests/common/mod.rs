@@ -26,6 +26,20 @@ pub(crate) fn context() -> Context {
     Context::new(&driver(), 0).unwrap()
 }
 
+/// Faults of this process while it lives; what hangs or stalls goes on after.
+pub(crate) struct Injected;
+
+pub(crate) fn inject(faults: &str) -> Injected {
+    fakecuda::inject(faults);
+    Injected
+}
+
+impl Drop for Injected {
+    fn drop(&mut self) {
+        fakecuda::inject("");
+    }
+}
+
 /// Bytes that tell where they stand.
 pub(crate) fn pattern(seed: u8, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|at| seed ^ (at % 251) as u8).collect()
@@ -196,6 +210,14 @@ impl Peer {
     pub(crate) fn kill(&mut self) {
         self.process.kill().unwrap();
         self.process.wait().unwrap();
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        // One that ended already cannot be killed.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
     }
 }
 

@@ -6,7 +6,7 @@ use super::request::{
     Tier,
 };
 use super::slots::SlotId;
-use crate::block::{BlockKey, Codec, Descriptor, ElementType, NamespaceId, Sum128};
+use crate::block::{BlockKey, Codec, Descriptor, ElementType, NamespaceId, PAGE_BYTES, Sum128};
 use crate::segment::StoreGeometry;
 
 /// One operation under way at the edge. Its completion carries the same number.
@@ -379,9 +379,13 @@ pub struct DeviceShape {
 }
 
 impl DeviceShape {
-    /// A pool of so many bytes, with slabs of the usual size.
-    pub fn of(pool_bytes: u64) -> DeviceShape {
-        DeviceShape { pool_bytes, slab_bytes: slab_bytes_for(pool_bytes) }
+    /// A pool of so many bytes, with slabs of the usual size, but able to hold every block that
+    /// host RAM can hold, as far as the pool is large enough.
+    pub fn of(pool_bytes: u64, host_slab_bytes: u32) -> DeviceShape {
+        let whole = pool_bytes / PAGE_BYTES * PAGE_BYTES;
+        let slab_bytes = u64::from(slab_bytes_for(pool_bytes).max(host_slab_bytes));
+        let slab_bytes = slab_bytes.min(whole).max(PAGE_BYTES);
+        DeviceShape { pool_bytes, slab_bytes: slab_bytes as u32 }
     }
 }
 
