@@ -137,6 +137,9 @@ pub enum RegisterError {
     /// The GPU is not used, or was lost.
     #[error("the device tier is off: {0}")]
     TierOff(String),
+    /// There is no room for it now.
+    #[error("{0}")]
+    Busy(String),
     /// The memory or the layout cannot be used.
     #[error("{0}")]
     Refused(String),
@@ -186,6 +189,12 @@ impl DeviceFacts {
     pub(super) fn off(&self) -> Option<String> {
         let lost = self.health().and_then(|health| health.lost);
         self.off.clone().or(lost)
+    }
+
+    /// What keeps it from taking new regions now.
+    pub(super) fn stuck(&self) -> Option<String> {
+        let (stuck, words) = describe(self.health()?);
+        stuck.then_some(words)
     }
 
     fn health(&self) -> Option<DeviceHealth> {
@@ -403,7 +412,10 @@ impl Gpus {
         let Opening { session, gpu, places, block_bytes, gone, answer } = opening;
         match result {
             Ok(()) if gone => {
-                answer(Err(RegisterError::Limit(Limit::Sessions)));
+                // Not before the memory is let go of: whoever hears of it may free it.
+                let answer = move || answer(Err(RegisterError::Limit(Limit::Sessions)));
+                let dying = self.dying.entry(region).or_insert_with(|| (session, Vec::new()));
+                dying.1.push(Box::new(answer));
                 self.close_on(gpu, region);
                 None
             }
@@ -416,6 +428,9 @@ impl Gpus {
                 self.closed(region);
                 answer(Err(match error {
                     GpuError::Lost(why) => RegisterError::TierOff(why),
+                    busy @ (GpuError::OutOfMemory | GpuError::TooManyRegions(_)) => {
+                        RegisterError::Busy(busy.to_string())
+                    }
                     error => RegisterError::Refused(error.to_string()),
                 }));
                 None

@@ -539,7 +539,8 @@ impl NodeHandle {
         Ok(region)
     }
 
-    /// Registers a region in GPU memory. `answer` is called exactly once, from any thread, when the
+    /// Registers a region in GPU memory, whose layout the caller has checked (it is checked again
+    /// by the GPU's worker). `answer` is called exactly once, from any thread, when the
     /// GPU has opened it; that can take as long as its driver likes.
     pub fn register_gpu_region(
         &self,
@@ -577,8 +578,10 @@ impl NodeHandle {
         if let Some(why) = facts.off() {
             return Err(RegisterError::TierOff(why));
         }
-        let refused = |error: &dyn std::error::Error| RegisterError::Refused(error.to_string());
-        region.layout.check(region.bytes).map_err(|error| refused(&error))?;
+        // What an engine in a restart loop sends must not pile up behind a call that hangs.
+        if let Some(why) = facts.stuck() {
+            return Err(RegisterError::Busy(why));
+        }
         let mut sessions = self.sessions();
         let regions = sessions.get_mut(&session).ok_or(RegisterError::Limit(Limit::Sessions))?;
         if regions.len() >= self.0.limits.regions_per_session {

@@ -17,13 +17,15 @@ use super::table::{BlockRef, DeviceCopy, FillSource, HostCopy, NvmeCopy};
 /// Lookups that found a block before it is kept in the pool on its way up.
 const PROMOTE_HITS: u32 = 2;
 
-/// Copies from the pools to host RAM under way at most.
+/// Copies from one pool to host RAM under way at most.
 const DEMOTES_MAX: usize = 64;
 
 /// The pool of one GPU.
 pub(crate) struct DeviceTier {
     pub(crate) tier: SlotTier,
     pub(crate) dirty: OrderList,
+    /// Copies to host RAM under way.
+    pub(crate) demotes: usize,
     pub(crate) offline: Option<OfflineReason>,
     pub(crate) hits: u64,
     pub(crate) evicted: u64,
@@ -39,12 +41,19 @@ impl DeviceTier {
         DeviceTier {
             tier: SlotTier::new(shape.pool_bytes, shape.slab_bytes, policy),
             dirty: OrderList::default(),
+            demotes: 0,
             offline: None,
             hits: 0,
             evicted: 0,
             bytes_in: 0,
             bytes_out: 0,
         }
+    }
+}
+
+impl DeviceTier {
+    fn may_demote(&self) -> bool {
+        self.offline.is_none() && self.demotes < DEMOTES_MAX
     }
 }
 
@@ -178,10 +187,7 @@ impl Catalog {
 
     /// Starts copies from the pools to host RAM, as far as their number and the slots allow.
     pub(super) fn pump_demotes(&mut self) {
-        while self.flow.demotes < DEMOTES_MAX {
-            let Some((index, waiting)) = self.next_demote() else {
-                return;
-            };
+        while let Some((index, waiting)) = self.next_demote() {
             let Some(to) = self.take_slot(Home::Host, index) else {
                 if let Some(block) = waiting {
                     self.flow.demote_first.push_front(block);
@@ -192,19 +198,42 @@ impl Catalog {
         }
     }
 
+    /// The next block to copy down: one that somebody waits for, or else the coldest.
     fn next_demote(&mut self) -> Option<(u32, Option<BlockRef>)> {
-        while let Some(block) = self.flow.demote_first.pop_front() {
-            let index = self.table.resolve(block).filter(|index| {
-                let found = self.table.get(*index);
-                found.host == HostCopy::Absent && self.flow.is_awaited(*index)
-            });
-            let usable = index.and_then(|index| self.table.get(index).device_slot());
-            if let (Some(index), Some(_)) = (index, usable) {
-                return Some((index, Some(block)));
+        for _ in 0..self.flow.demote_first.len() {
+            let block = self.flow.demote_first.pop_front()?;
+            let Some(index) = self.table.resolve(block) else {
+                continue;
+            };
+            let found = self.table.get(index);
+            if found.host != HostCopy::Absent || !self.flow.is_awaited(index) {
+                continue;
+            }
+            match found.device_slot() {
+                Some((gpu, _)) if self.may_demote(gpu) => return Some((index, Some(block))),
+                Some(_) => self.flow.demote_first.push_back(block),
+                // Its copy went meanwhile, to make room or with its GPU.
+                None => self.reach_without_pool(index),
             }
         }
-        let coldest = self.devices.iter().filter(|found| found.offline.is_none());
-        coldest.filter_map(|found| found.dirty.back()).map(|index| (index, None)).next()
+        let usable = self.devices.iter().filter(|found| found.may_demote());
+        usable.filter_map(|found| found.dirty.back()).map(|index| (index, None)).next()
+    }
+
+    fn may_demote(&self, gpu: GpuId) -> bool {
+        self.devices.get(usize::from(gpu.0)).is_some_and(DeviceTier::may_demote)
+    }
+
+    /// Somebody waits for a block that is in no pool any more.
+    fn reach_without_pool(&mut self, index: u32) {
+        let block = self.table.get(index);
+        if matches!(block.nvme, NvmeCopy::Resident(_)) && self.nvme_usable() {
+            self.flow.will_come_from(index, Tier::Nvme);
+            return self.queue_fetch(index, true);
+        }
+        if block.device == DeviceCopy::Absent {
+            self.fail_waiters(index, MissReason::Absent);
+        }
     }
 
     fn start_demote(&mut self, index: u32, to: SlotId) {
@@ -213,10 +242,10 @@ impl Catalog {
         };
         if let Some(found) = self.device_mut(gpu) {
             found.dirty.remove(index);
+            found.demotes += 1;
         }
         self.begin_fill(index, SlotPlace::Host(to), FillSource::Device);
         self.add_device_user(index);
-        self.flow.demotes += 1;
         let op = self.flow.start(self.now, Op::Demote { block: index, gpu });
         let descriptor = Box::new(self.descriptor(index));
         self.actions.push(Action::Demote { op, gpu, from, to, descriptor });
@@ -226,7 +255,9 @@ impl Catalog {
         let Some(Op::Demote { block: index, gpu }) = self.take_op(op) else {
             return;
         };
-        self.flow.demotes -= 1;
+        if let Some(found) = self.device_mut(gpu) {
+            found.demotes -= 1;
+        }
         let HostCopy::Filling { doomed, .. } = self.table.get(index).host else {
             return self.remove_device_user(index);
         };
@@ -255,7 +286,8 @@ impl Catalog {
         }
     }
 
-    /// A GPU is off until the next start. Its copies are out of reach; the other tiers go on.
+    /// A GPU is off until the next start. Its copies are out of reach; the other tiers go on. What
+    /// it may still be doing never ends here: its slots and the places of its clients stay taken.
     pub(super) fn take_device_offline(&mut self, gpu: GpuId, reason: OfflineReason) {
         let Some(found) = self.device_mut(gpu).filter(|found| found.offline.is_none()) else {
             return;

@@ -133,7 +133,7 @@ impl Waiter {
 /// An operation at the edge.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Op {
-    /// `gpu`: the one that carries it out, if it is not the copy pool.
+    /// `gpu`: the one that carries it out, if it is not the copy pool that does.
     Gather {
         block: u32,
         part: Part,
@@ -143,14 +143,12 @@ pub(crate) enum Op {
     Compare {
         block: u32,
         part: Part,
-        gpu: Option<GpuId>,
     },
     Scatter {
         block: u32,
         from: SlotPlace,
         part: Part,
         to: Scatter,
-        gpu: Option<GpuId>,
     },
     Demote {
         block: u32,
@@ -183,16 +181,6 @@ pub(crate) struct Scatter {
     pub(crate) promotes: bool,
 }
 
-impl Op {
-    fn gpu(&self) -> Option<GpuId> {
-        match self {
-            Op::Gather { gpu, .. } | Op::Compare { gpu, .. } | Op::Scatter { gpu, .. } => *gpu,
-            Op::Demote { gpu, .. } => Some(*gpu),
-            Op::Read { .. } | Op::Encode { .. } | Op::Write { .. } => None,
-        }
-    }
-}
-
 /// All that is under way.
 #[derive(Default)]
 pub(crate) struct Flow {
@@ -200,10 +188,7 @@ pub(crate) struct Flow {
     pub(crate) ops: HashMap<OpId, Op>,
     /// When the operations of nvme began.
     nvme: BTreeMap<OpId, Timestamp>,
-    /// When those of each GPU began.
-    gpus: BTreeMap<(GpuId, OpId), Timestamp>,
     pub(crate) gathers: usize,
-    pub(crate) demotes: usize,
     /// Blocks in GPU memory that somebody waits for in host RAM.
     pub(crate) demote_first: VecDeque<BlockRef>,
     pub(crate) waiters: HashMap<u32, Vec<Waiter>>,
@@ -239,9 +224,6 @@ impl Flow {
         if matches!(op, Op::Read { .. } | Op::Write { .. }) {
             self.nvme.insert(id, now);
         }
-        if let Some(gpu) = op.gpu() {
-            self.gpus.insert((gpu, id), now);
-        }
         self.gathers += usize::from(matches!(op, Op::Gather { .. }));
         self.ops.insert(id, op);
     }
@@ -270,9 +252,6 @@ impl Flow {
     pub(crate) fn end(&mut self, op: OpId) -> Option<Op> {
         let ended = self.ops.remove(&op)?;
         self.nvme.remove(&op);
-        if let Some(gpu) = ended.gpu() {
-            self.gpus.remove(&(gpu, op));
-        }
         self.gathers -= usize::from(matches!(ended, Op::Gather { .. }));
         Some(ended)
     }
@@ -282,15 +261,13 @@ impl Flow {
         self.nvme.values().next().copied()
     }
 
-    /// When the oldest operation under way on each GPU began.
-    pub(crate) fn oldest_on_gpus(&self) -> Vec<(GpuId, Timestamp)> {
-        let mut oldest: Vec<(GpuId, Timestamp)> = Vec::new();
-        for ((gpu, _), since) in &self.gpus {
-            if oldest.last().is_none_or(|(last, _)| last != gpu) {
-                oldest.push((*gpu, *since));
+    /// Those who wait to load the block get it from another tier than they thought.
+    pub(crate) fn will_come_from(&mut self, block: u32, source: Tier) {
+        for waiter in self.waiters.get_mut(&block).into_iter().flatten() {
+            if let Waiter::Load { tier, .. } = waiter {
+                *tier = source;
             }
         }
-        oldest
     }
 
     pub(crate) fn wait(&mut self, block: u32, waiter: Waiter) {

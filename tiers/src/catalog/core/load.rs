@@ -128,7 +128,7 @@ impl Catalog {
             ticket.set_active(part.at);
         }
         let to = Scatter { target, place, tier, promotes: through.is_some() };
-        let op = self.flow.start(self.now, Op::Scatter { block: index, from, part, to, gpu });
+        let op = self.flow.start(self.now, Op::Scatter { block: index, from, part, to });
         let block = self.table.get(index);
         self.actions.push(Action::Scatter {
             op,
@@ -145,7 +145,7 @@ impl Catalog {
     }
 
     pub(super) fn scattered(&mut self, op: OpId, result: Result<(), OpError>) {
-        let Some(Op::Scatter { block: index, from, part, to, .. }) = self.take_op(op) else {
+        let Some(Op::Scatter { block: index, from, part, to }) = self.take_op(op) else {
             return;
         };
         if to.promotes {
@@ -153,6 +153,8 @@ impl Catalog {
                 Ok(()) => self.device_filled(index),
                 Err(_) => self.abort_device_fill(index),
             }
+            // Somebody may have met the fill while the host copy was going.
+            self.wake(index);
         }
         self.count_scattered(index, from, result.is_ok());
         match result {

@@ -282,11 +282,6 @@ impl Catalog {
         if self.flow.oldest_on_nvme().is_some_and(stuck) {
             self.take_nvme_offline(OfflineReason::DeviceStuck);
         }
-        for (gpu, since) in self.flow.oldest_on_gpus() {
-            if stuck(since) {
-                self.take_device_offline(gpu, OfflineReason::DeviceStuck);
-            }
-        }
     }
 
     /// Opens a ticket, or says which limit is reached.

@@ -6,7 +6,7 @@ use super::event::{Action, OpError, OpId};
 use super::flow::Op;
 use super::request::{OfflineReason, Reply, Tier};
 use super::segments::{SegmentState, Space};
-use super::table::{HostCopy, Location, NIL, NvmeCopy};
+use super::table::{FillSource, HostCopy, Location, NIL, NvmeCopy};
 use crate::block::{Codec, Sum128, page_ceil};
 
 /// Segments that may fail one after the other, with no write in between that succeeds, before the
@@ -335,7 +335,9 @@ impl Catalog {
             let bytes = slot_bytes(block);
             let hit = !block.orphan && block.hits > block.hits_written;
             match block.host {
-                HostCopy::Filling { .. } => self.table.get_mut(index).reinsert = true,
+                HostCopy::Filling { source: FillSource::Nvme, .. } => {
+                    self.table.get_mut(index).reinsert = true;
+                }
                 HostCopy::Absent if block.pins > 0 || (hit && bytes <= budget) => {
                     budget = budget.saturating_sub(bytes);
                     self.table.get_mut(index).reinsert = true;
@@ -362,12 +364,25 @@ impl Catalog {
         }
     }
 
+    /// Whether something is on its way into host RAM or a pool. What a lost GPU was doing is not:
+    /// it may never end.
+    fn is_coming_down(&self) -> bool {
+        let usable = self.devices.iter().filter(|found| found.offline.is_none());
+        let above = usable.map(|found| found.demotes + found.dirty.len()).sum::<usize>() > 0;
+        let gathered = |op: &Op| match op {
+            Op::Gather { gpu, .. } => gpu.is_none_or(|gpu| self.device_usable(gpu)),
+            _ => false,
+        };
+        above || (self.flow.gathers > 0 && self.flow.ops.values().any(gathered))
+    }
+
     /// Answers a drain once nothing is left to write, or nothing can be written.
     pub(super) fn answer_drain(&mut self) {
+        if self.drain.as_ref().is_none_or(|drain| drain.asks.is_empty()) {
+            return;
+        }
         let idle =
-            self.flow.write_bytes == 0 && self.flow.gathers == 0 && self.host.dirty.len() == 0;
-        let above = self.flow.demotes > 0 || self.devices.iter().any(|d| d.dirty.len() > 0);
-        let idle = idle && !above;
+            self.flow.write_bytes == 0 && self.host.dirty.len() == 0 && !self.is_coming_down();
         if !idle && self.nvme_usable() {
             return;
         }

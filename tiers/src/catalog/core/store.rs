@@ -228,20 +228,23 @@ impl Catalog {
 
     /// The key is known: the first writer wins, so the client's bytes are only compared.
     pub(super) fn start_compare(&mut self, index: u32, part: Part, target: Target, place: u32) {
+        let gpu = self.gpu_of(target.region);
+        if gpu.is_some_and(|gpu| !self.device_usable(gpu)) {
+            return self.finish(part, Outcome::Busy);
+        }
         if let Some(ticket) = self.flow.tickets.get_mut(&part.ticket) {
             ticket.set_active(part.at);
         }
         // The entry must keep its meaning until the comparison is done.
         self.pin(index);
-        let gpu = self.gpu_of(target.region);
-        let op = self.flow.start(self.now, Op::Compare { block: index, part, gpu });
+        let op = self.flow.start(self.now, Op::Compare { block: index, part });
         let raw_bytes = self.table.get(index).raw_bytes;
         let Target { region, after_event } = target;
         self.actions.push(Action::Compare { op, region, place, after_event, raw_bytes });
     }
 
     pub(super) fn compared(&mut self, op: OpId, result: Result<Sum128, OpError>) {
-        let Some(Op::Compare { block: index, part, .. }) = self.take_op(op) else {
+        let Some(Op::Compare { block: index, part }) = self.take_op(op) else {
             return;
         };
         let block = self.table.get(index);

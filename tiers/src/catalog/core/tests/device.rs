@@ -112,15 +112,48 @@ fn a_lost_gpu_leaves_the_other_tiers_as_they_are() {
 }
 
 #[test]
-fn a_gpu_that_does_not_answer_is_given_up_and_its_slots_are_not_used_again() {
+fn what_a_lost_gpu_may_still_be_doing_never_ends_and_holds_up_nothing_else() {
     let mut edge = on_gpu(64, 16, 1);
+    edge.store(&chain(1, 4), 0);
     edge.delay = true;
-    let ticket = edge.store(&chain(1, 4), 0);
+    let ticket = edge.store(&chain(2, 4), 0);
+    let lost = edge.waiting.len();
+    edge.event(Event::DeviceLost { gpu: GpuId(0), reason: OfflineReason::DeviceStuck });
+    edge.waiting.drain(..lost);
+    edge.delay = false;
     edge.now += 40_000_000;
     edge.event(Event::Tick);
-    assert_eq!(edge.stats().device[0].offline, Some(OfflineReason::DeviceStuck));
     assert!(!edge.ended.contains_key(&ticket.unwrap()), "the GPU may still read the region");
-    assert_eq!(edge.stats().device[0].blocks, 4);
+    assert_eq!(edge.stats().device[0].blocks, 4, "its slots are not used again");
+    // A known block is not compared on a GPU that will not answer.
+    let again = edge.store(&chain(1, 4), 0);
+    assert_eq!(edge.outcomes(again), [Outcome::Busy; 4]);
+    edge.ask(Request::Drain);
+    let drained = &edge.answers[&AskId(edge.next_ask)];
+    assert!(matches!(drained, Reply::Drained { blocks_lost: 0, .. }), "{drained:?}");
+    edge.catalog.check();
+}
+
+/// The waiter was forgotten when the copy in the pool made room for another block first.
+#[test]
+fn a_block_that_leaves_the_pool_while_somebody_waits_comes_from_nvme() {
+    let mut edge = on_gpu(64, 16, 1);
+    let keys = chain(1, 1);
+    edge.store(&keys, 0);
+    edge.ask(Request::Drain);
+    edge.catalog.drain = None;
+    let index = edge.catalog.table.find(NAMESPACE, &keys[0]).unwrap();
+    edge.catalog.drop_host(index);
+    edge.gpu = None;
+    edge.connect();
+    let lease = edge.lookup(keys.clone(), 1000).lease.unwrap();
+    edge.catalog.devices[0].demotes = 64;
+    let ticket = edge.load(&keys, lease);
+    assert!(!edge.ended.contains_key(&ticket.unwrap()), "it waits for its turn");
+    edge.catalog.drop_device(index);
+    edge.catalog.devices[0].demotes = 0;
+    edge.event(Event::Tick);
+    assert_eq!(edge.outcomes(ticket), [Outcome::Loaded(Tier::Nvme)]);
     edge.catalog.check();
 }
 
