@@ -26,7 +26,7 @@ const GPU: GpuUuid = GpuUuid([0xfa; 16]);
 const NAMESPACE: NamespaceId = NamespaceId(1);
 const PLACES: u32 = 6;
 
-/// A pool of 32 layers, 8 KV heads of 128 bf16 values, and the like, in the orders that engines use.
+/// A pool of 32 layers, 8 KV heads of 128 bf16 values, and the like, in the orders of engines.
 fn layouts(tokens: u64) -> Vec<(&'static str, RegionLayout)> {
     let token = 128 * 2;
     // Heads outermost within a block, with room for a row of scales behind each.

@@ -165,15 +165,9 @@ impl Node {
         let done = move |event| drop(to_catalog.send(Signal::Event(event)));
         let pool = Pool::start(config.copy_threads, jobs_max, &shared, done)
             .map_err(|source| StartError::Io { what: "copy threads", source })?;
-        let (device, facts) = match (opened, &config.nvme) {
-            (Some(opened), Some(nvme)) => {
-                let wiring = Wiring { arena: &arena, signals: &signals, pool: pool.sender() };
-                let (device, facts) =
-                    start_device(opened, nvme, recovered_blocks, wiring, &shared)?;
-                (Some(device), Some(facts))
-            }
-            _ => (None, None),
-        };
+        let wiring = Wiring { arena: &arena, signals: &signals, pool: pool.sender() };
+        let start = |(opened, nvme)| start_device(opened, nvme, recovered_blocks, wiring, &shared);
+        let (device, facts) = opened.zip(config.nvme.as_ref()).map(start).transpose()?.unzip();
         let (gpus, devices) = gpus::start(&config.devices, &shared, &signals);
         let alive = Arc::new(AtomicBool::new(true));
         let reaper = start_reaper()?;
