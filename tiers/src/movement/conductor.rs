@@ -186,7 +186,16 @@ impl Conductor {
 
     fn signal(&mut self, signal: Signal) -> bool {
         match signal {
-            Signal::Event(event) => self.event(event),
+            Signal::Event(event) => {
+                if let Event::Gathered { op, .. }
+                | Event::Compared { op, .. }
+                | Event::Scattered { op, .. }
+                | Event::Demoted { op, .. } = &event
+                {
+                    self.gpus.ended(*op);
+                }
+                self.event(event);
+            }
             Signal::OpenSession { session, tenant, notify } => {
                 self.sessions.insert(session, notify);
                 self.event(Event::SessionOpened { session, tenant });

@@ -1,11 +1,13 @@
 //! The GPUs at the edge: which regions are on them, and the catalog's actions as their jobs.
 //!
 //! Invariants: a region takes jobs from when its opening succeeded until its close; a host slot
-//! that a GPU filled gets its descriptor before the catalog hears of it; jobs that a queue does not
-//! take wait in order, as many as the catalog lets be under way.
+//! that a GPU filled gets its descriptor before the catalog hears of it; jobs wait in a queue for
+//! each region, in order, as many as the catalog lets be under way, and regions take turns, so that
+//! one engine with much to do, or whose events are never reached, does not hold up the others.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
+use std::ops::Bound;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -256,10 +258,106 @@ struct Landing {
 
 type Landings = Arc<Mutex<HashMap<u64, Landing>>>;
 
+/// Jobs of one region that its worker has at most; the rest waits here. A worker takes 4,096.
+const REGION_JOBS_MAX: usize = 512;
+
+/// Jobs of the pool itself (copies down to host RAM) wait under this number, which no region has.
+const POOL: RegionId = RegionId(0);
+
 struct Edge {
     worker: Option<Arc<DeviceWorker>>,
-    backlog: VecDeque<DeviceJob>,
+    /// Jobs that wait, by region.
+    queues: BTreeMap<RegionId, VecDeque<DeviceJob>>,
+    /// The region whose turn it was last.
+    last: RegionId,
+    /// Operations that the worker has, and how many of each region.
+    ops: HashMap<OpId, RegionId>,
+    taken: HashMap<RegionId, usize>,
     landings: Landings,
+}
+
+impl Edge {
+    fn new(worker: Option<Arc<DeviceWorker>>, landings: Landings) -> Edge {
+        Edge {
+            worker,
+            queues: BTreeMap::new(),
+            last: POOL,
+            ops: HashMap::new(),
+            taken: HashMap::new(),
+            landings,
+        }
+    }
+
+    /// Hands the worker what it takes: one job of each region in turn.
+    fn flush(&mut self) {
+        while let Some((region, job)) = self.next_job() {
+            let op = op_of(&job);
+            let taken = self.worker.as_ref().map(|worker| worker.try_send(job));
+            match taken {
+                Some(Ok(())) => {
+                    self.last = region;
+                    if let Some(op) = op {
+                        self.ops.insert(op, region);
+                        *self.taken.entry(region).or_default() += 1;
+                    }
+                }
+                Some(Err(job)) => {
+                    self.queues.entry(region).or_default().push_front(job);
+                    return;
+                }
+                None => return,
+            }
+        }
+    }
+
+    /// The first job of the next region that may have one more with the worker.
+    fn next_job(&mut self) -> Option<(RegionId, DeviceJob)> {
+        let free =
+            |region: &RegionId| self.taken.get(region).is_none_or(|taken| *taken < REGION_JOBS_MAX);
+        let after = (Bound::Excluded(self.last), Bound::Unbounded);
+        let next = self.queues.range(after).chain(self.queues.range(..=self.last));
+        let region = next.map(|(region, _)| *region).find(free)?;
+        let queue = self.queues.get_mut(&region)?;
+        let job = queue.pop_front()?;
+        if queue.is_empty() {
+            self.queues.remove(&region);
+        }
+        Some((region, job))
+    }
+
+    fn ended(&mut self, op: OpId) {
+        let Some(region) = self.ops.remove(&op) else {
+            return;
+        };
+        if let Some(taken) = self.taken.get_mut(&region) {
+            *taken -= 1;
+            if *taken == 0 {
+                self.taken.remove(&region);
+            }
+        }
+    }
+}
+
+/// Which region a job is for.
+fn region_of(job: &DeviceJob) -> RegionId {
+    match job {
+        DeviceJob::Open { region, .. }
+        | DeviceJob::Close { region }
+        | DeviceJob::Gather { region, .. }
+        | DeviceJob::Compare { region, .. }
+        | DeviceJob::Scatter { region, .. } => *region,
+        DeviceJob::Demote { .. } => POOL,
+    }
+}
+
+fn op_of(job: &DeviceJob) -> Option<OpId> {
+    match job {
+        DeviceJob::Open { .. } | DeviceJob::Close { .. } => None,
+        DeviceJob::Gather { op, .. }
+        | DeviceJob::Compare { op, .. }
+        | DeviceJob::Scatter { op, .. }
+        | DeviceJob::Demote { op, .. } => Some(OpId(*op)),
+    }
 }
 
 struct OpenedRegion {
@@ -322,7 +420,7 @@ pub(super) fn start(
                 (None, DeviceFacts { info: None, off: Some(error.to_string()), worker: None })
             }
         };
-        gpus.edges.push(Edge { worker, backlog: VecDeque::new(), landings });
+        gpus.edges.push(Edge::new(worker, landings));
         facts.push(found);
     }
     (gpus, facts)
@@ -492,26 +590,23 @@ impl Gpus {
     fn send(&mut self, gpu: GpuId, job: DeviceJob) -> Result<(), DeviceJob> {
         match self.edges.get_mut(usize::from(gpu.0)) {
             Some(edge) if edge.worker.is_some() => {
-                edge.backlog.push_back(job);
-                self.flush();
+                edge.queues.entry(region_of(&job)).or_default().push_back(job);
+                edge.flush();
                 Ok(())
             }
             _ => Err(job),
         }
     }
 
-    /// Hands the workers what their queues take, in order.
+    /// Hands the workers what they take.
     pub(super) fn flush(&mut self) {
+        self.edges.iter_mut().for_each(Edge::flush);
+    }
+
+    /// An operation ended; if a GPU had it, its region may have another one there.
+    pub(super) fn ended(&mut self, op: OpId) {
         for edge in &mut self.edges {
-            let Some(worker) = &edge.worker else {
-                continue;
-            };
-            while let Some(job) = edge.backlog.pop_front() {
-                if let Err(job) = worker.try_send(job) {
-                    edge.backlog.push_front(job);
-                    break;
-                }
-            }
+            edge.ended(op);
         }
     }
 
