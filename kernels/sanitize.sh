@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs all kernels on the CPU under the address and undefined-behaviour sanitizers: they must be clean,
-# and an access past the end that is planted must be found, or the sanitizers see nothing.
+# Runs all kernels on the CPU under the address and undefined-behaviour sanitizers: they must be
+# clean, and an access past the end that is planted must be found, or the sanitizers see nothing.
 # Exits 0 when both hold, 1 when one does not, 77 when no compiler here has the sanitizers.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"

@@ -1,6 +1,7 @@
 //! What a client holds on to beside its regions: namespaces, leases and tickets.
 //!
-//! Namespaces stay valid across a restart of the daemon: the connection opens them again. Leases and tickets belong to one connection and end with it.
+//! Namespaces stay valid across a restart of the daemon: the connection opens them again. Leases
+//! and tickets belong to one connection and end with it.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};

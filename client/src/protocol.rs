@@ -2,7 +2,8 @@
 //!
 //! A connection starts with a hello (see [`crate::hello`]); what follows is tarpc over frames of at
 //! most [`FRAME_BYTES_MAX`], encoded with bincode. Bytes of blocks never travel here: they lie in
-//! regions that both sides map, or in GPU memory that the daemon imports. Keys travel as one byte string, 32 bytes each.
+//! regions that both sides map, or in GPU memory that the daemon imports. Keys travel as one byte
+//! string, 32 bytes each.
 //!
 //! Any change of a message's shape is a new [`PROTOCOL_VERSION`]; both sides refuse another one.
 

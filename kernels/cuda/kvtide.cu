@@ -8,8 +8,8 @@
 // 1. No barriers, no shuffles, no shared memory: every thread can run to its end by itself.
 // 2. Any grid and any block do the whole work: each loop strides by what was launched. The launcher
 //    chooses sizes for speed only.
-// 3. Floating point only through the intrinsics that round once (__fdiv_rn, __fmul_rn, __fadd_rn), so
-//    that no compiler fuses two operations into one with another result.
+// 3. Floating point only through the intrinsics that round once (__fdiv_rn, __fmul_rn, __fadd_rn),
+//    so that no compiler fuses two operations into one with another result.
 //
 // The tables are those of src/abi.rs; the host has checked them. Twins: src/twin.rs.
 
@@ -56,7 +56,7 @@ static_assert(sizeof(CastEntry) == 40, "as in src/abi.rs");
 #define VERDICT_DIFFERS 2u
 #define WIDE_FP16 1u
 
-// ------------------------------------------------------------------------------- gather and scatter
+// ------------------------------------------------------------------------------ gather and scatter
 
 // Copies `count` elements that lie one behind the other, four loads of a thread in flight.
 template <typename V>
@@ -91,8 +91,8 @@ __device__ u64 row_address(u64 pool, u64 row_stride, u32 row_elements, u32 eleme
     return pool + row * row_stride + (element - row * row_elements) * (u64)sizeof(V);
 }
 
-// Copies `count` elements of a plane of spaced rows, from its element `start` on. `pool` is where the
-// plane of this place starts; `payload` is where its element `start` lies in the payload.
+// Copies `count` elements of a plane of spaced rows, from its element `start` on. `pool` is where
+// the plane of this place starts; `payload` is where its element `start` lies in the payload.
 template <typename V, bool GATHER>
 __device__ void copy_rows(
     u64 payload, u64 pool, u64 row_stride, u32 row_elements, u32 start, u32 count
@@ -156,7 +156,9 @@ __device__ void copy_plane(u64 payload, u64 pool, const PlaneEntry& plane, u32 s
             payload, pool, plane.row_stride, row_bytes / 16, start / 16, bytes / 16
         );
     } else if ((alignment & 3) == 0) {
-        copy_rows<u32, GATHER>(payload, pool, plane.row_stride, row_bytes / 4, start / 4, bytes / 4);
+        copy_rows<u32, GATHER>(
+            payload, pool, plane.row_stride, row_bytes / 4, start / 4, bytes / 4
+        );
     } else {
         copy_rows<u8, GATHER>(payload, pool, plane.row_stride, row_bytes, start, bytes);
     }
@@ -177,8 +179,8 @@ __device__ u32 plane_at(const PlaneEntry* planes, u32 plane_count, u64 at) {
     return low;
 }
 
-// A unit of work is UNIT_BYTES of one payload; the units of all moves are dealt out to the blocks of
-// threads, and a block copies its unit plane by plane.
+// A unit of work is UNIT_BYTES of one payload; the units of all moves are dealt out to the blocks
+// of threads, and a block copies its unit plane by plane.
 template <bool GATHER>
 __device__ void move_blocks(
     u64 region,
@@ -257,7 +259,7 @@ extern "C" __global__ void kvtide_fill(u64 address, u64 bytes, u32 value) {
     }
 }
 
-// ----------------------------------------------------------------------------------------- XXH3-128
+// ---------------------------------------------------------------------------------------- XXH3-128
 //
 // XXH3 of more than 240 bytes takes stripes of 64 bytes; 16 stripes are a block. Within a block the
 // stripes only add to the eight accumulators, so all blocks are computed at once (stripes); what
@@ -326,7 +328,9 @@ __device__ u64 keyed_product(u64 keyed) {
 }
 
 // Adds what two neighbouring words of a stripe give to their two accumulators.
-__device__ void add_pair(u64& even, u64& odd, u64 data_even, u64 data_odd, u64 key_even, u64 key_odd) {
+__device__ void add_pair(
+    u64& even, u64& odd, u64 data_even, u64 data_odd, u64 key_even, u64 key_odd
+) {
     even += data_odd + keyed_product(data_even ^ key_even);
     odd += data_even + keyed_product(data_odd ^ key_odd);
 }
@@ -481,7 +485,7 @@ extern "C" __global__ void kvtide_sum_finish(SumEntry* sums, u32 count, const u6
     }
 }
 
-// -------------------------------------------------------------------------------------------- casts
+// ------------------------------------------------------------------------------------------- casts
 
 #define F32_INFINITY 0x7f800000u
 #define WIDE_NAN 0x7fffu

@@ -1,8 +1,8 @@
-// Runs every kernel on heap buffers of odd sizes and alignments, for the sanitizers of the compiler:
-// each buffer is exactly as large as the tables say, so an access one byte too far is found. What
-// the kernels compute is checked only as far as it costs nothing; the Rust tests do that.
-// sanitize.sh compiles this twice: as it is, which must be clean, and with KV_PLANT_OVERRUN, which
-// must be found.
+// Runs every kernel on heap buffers of odd sizes and alignments, for the sanitizers of the
+// compiler: each buffer is exactly as large as the tables say, so an access one byte too far is
+// found. What the kernels compute is checked only as far as it costs nothing; the Rust tests do
+// that. sanitize.sh compiles this twice: as it is, which must be clean, and with KV_PLANT_OVERRUN,
+// which must be found.
 #include "host_launch.cpp"
 
 extern "C" void* malloc(unsigned long);

@@ -4,10 +4,12 @@
 NVRTC comes from pip, into a folder below target/ that is kept for the next time.
 
   regenerate.py          writes kvtide.ptx
-  regenerate.py --check  exits 1 if kvtide.ptx is not what the source gives, 77 if NVRTC cannot be had
+  regenerate.py --check  exits 1 if kvtide.ptx is not what the source gives, 77 where NVRTC
+                         cannot be had
 
-compute_80 runs on every GPU from A100 on, because the driver compiles PTX for the card it has. NVRTC
-12.4 writes PTX ISA 8.4, which drivers from R550 on take; a newer NVRTC would ask for a newer driver.
+compute_80 runs on every GPU from A100 on, because the driver compiles PTX for the card it has.
+NVRTC 12.4 writes PTX ISA 8.4, which drivers from R550 on take; a newer NVRTC would ask for a newer
+driver.
 """
 
 import ctypes
@@ -18,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 
 PACKAGE = "nvidia-cuda-nvrtc-cu12"
@@ -94,7 +97,9 @@ def compiled(source: bytes) -> bytes:
     must(nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size)), "nvrtcGetPTXSize")
     ptx = ctypes.create_string_buffer(size.value)
     must(nvrtc.nvrtcGetPTX(program, ptx), "nvrtcGetPTX")
-    return ptx.value
+    # What it was made of, so that a test finds a source that changed where there is no NVRTC.
+    made_of = f"// {SOURCE.name}: {len(source)} bytes, crc32 {zlib.crc32(source):08x}\n"
+    return made_of.encode() + ptx.value
 
 
 def main() -> int:

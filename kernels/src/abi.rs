@@ -24,7 +24,8 @@ pub const NO_SUM: u32 = u32::MAX;
 pub const VERDICT_NONE: u32 = 0;
 /// In [`SumEntry::verdict`]: the sum found equals the one expected.
 pub const VERDICT_EQUAL: u32 = 1;
-/// In [`SumEntry::verdict`]: the sum found is another one, or the payload is too short to be summed.
+/// In [`SumEntry::verdict`]: the sum found is another one, or the payload is too short to be
+/// summed.
 pub const VERDICT_DIFFERS: u32 = 2;
 
 /// In [`CastEntry::wide`]: the wide elements are bfloat16.

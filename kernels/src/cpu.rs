@@ -1,13 +1,14 @@
 //! The kernels run on the CPU, from the very source that the GPU's are made of.
 //!
 //! For tests, and for a driver that is only a fake. The threads of a launch run one after the
-//! other, which the kernels allow (they have no barriers); what a data race or the memory order of a
-//! GPU would do is not seen here.
+//! other, which the kernels allow (they have no barriers); what a data race or the memory order of
+//! a GPU would do is not seen here.
 
 use std::ffi::{c_char, c_int, c_uint, c_ulong, c_void};
 
 use crate::abi::KERNELS;
 
+// SAFETY: as cuda/host_launch.cpp declares them, which build.rs compiles and links.
 unsafe extern "C" {
     fn kvtide_cpu_launch(
         name: *const c_char,
@@ -53,10 +54,10 @@ pub fn parameter_bytes(name: &str, index: u32) -> Option<usize> {
     usize::try_from(bytes).ok()
 }
 
-/// Runs a kernel on this thread and returns when it has ended: the whole launch folded into a single
-/// thread, which does all of the work, because every loop of a kernel strides by what was launched.
-/// That is the order that suits a CPU; gigabytes go through here. A launch of nothing does nothing.
-/// `shared_bytes` is not used by any kernel.
+/// Runs a kernel on this thread and returns when it has ended: the whole launch folded into a
+/// single thread, which does all of the work, because every loop of a kernel strides by what was
+/// launched. That is the order that suits a CPU; gigabytes go through here. A launch of nothing
+/// does nothing. `shared_bytes` is not used by any kernel.
 ///
 /// # Errors
 /// A name that no kernel has.

@@ -94,8 +94,8 @@ impl Kernels {
         })
     }
 
-    /// Queues the gather of `move_count` blocks of `pool` into their payloads. `moves` is the device
-    /// address of a table of [`MoveEntry`](crate::abi::MoveEntry).
+    /// Queues the gather of `move_count` blocks of `pool` into their payloads. `moves` is the
+    /// device address of a table of [`MoveEntry`](crate::abi::MoveEntry).
     ///
     /// # Errors
     /// What the driver says of the launch.
@@ -199,17 +199,17 @@ impl Kernels {
     }
 
     /// Queues the scales of `count` tensors for a cast to `narrow`: two launches, after which each
-    /// head's scale is its largest finite magnitude divided by the largest of the format. `casts` is
-    /// the device address of a table of [`CastEntry`](crate::abi::CastEntry), none of which has more
-    /// than `elements_max` elements. The scales must have been filled with 0.
+    /// head's scale is its largest finite magnitude divided by the largest of the format. `casts`
+    /// is the device address of a table of [`CastEntry`](crate::abi::CastEntry), none of which has
+    /// more than `elements_max` elements. The scales must have been filled with 0.
     ///
     /// # Errors
     /// What the driver says of the launches.
     ///
     /// # Safety
     /// Every tensor and its scales are as its entry says, scales are aligned to 4 bytes and
-    /// elements to their size; no two entries share scales; all of it stays mapped, and nothing else
-    /// accesses the scales, until the stream has passed.
+    /// elements to their size; no two entries share scales; all of it stays mapped, and nothing
+    /// else accesses the scales, until the stream has passed.
     pub unsafe fn scales(
         &self,
         stream: &Stream,
@@ -349,6 +349,23 @@ mod tests {
         assert_eq!(table_grid(1, 100_000, 128, 16), [1, 65_535, 1]);
         assert_eq!(table_grid(1, 0, 128, 16), [0; 3]);
         assert_eq!(table_grid(0, 5, 128, 16), [0, 5, 1]);
+    }
+
+    /// Whether the compiler makes the same of the source is for `ptx/regenerate.py --check`; that
+    /// the source is still the one is seen without it.
+    #[test]
+    fn the_ptx_was_made_of_this_source() {
+        let source = include_bytes!("../cuda/kvtide.cu");
+        let mut crc = u32::MAX;
+        for byte in source {
+            crc ^= u32::from(*byte);
+            for _ in 0..8 {
+                crc = if crc & 1 == 0 { crc >> 1 } else { crc >> 1 ^ 0xedb8_8320 };
+            }
+        }
+        let want = format!("// kvtide.cu: {} bytes, crc32 {:08x}", source.len(), !crc);
+        let found = PTX.lines().next().unwrap();
+        assert_eq!(found, want, "run kernels/ptx/regenerate.py");
     }
 
     #[test]

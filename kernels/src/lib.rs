@@ -3,8 +3,8 @@
 //!
 //! One source, `cuda/kvtide.cu`, is everything. NVRTC made `ptx/kvtide.ptx` of it, which is checked
 //! in and compiled by the GPU's driver when it is loaded, so neither building nor running needs a
-//! CUDA toolkit. An ordinary C++ compiler makes of the same source what feature `cpu` runs; and each
-//! kernel has a twin in safe Rust that says what it must do, to the bit.
+//! CUDA toolkit. An ordinary C++ compiler makes of the same source what feature `cpu` runs; and
+//! each kernel has a twin in safe Rust that says what it must do, to the bit.
 //!
 //! - [`abi`]: the tables that the kernels read, and the kernels' names.
 //! - [`twin`]: the kernels in safe Rust over slices.

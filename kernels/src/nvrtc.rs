@@ -66,6 +66,7 @@ type Program = *mut c_void;
 /// NVRTC's calls that are needed; codes come back as plain integers, so that one that is not known
 /// here is a number and not undefined behaviour.
 struct Calls {
+    // SAFETY: the types are those of NVRTC's header; each call says why its arguments are right.
     version: unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int,
     create: unsafe extern "C" fn(
         *mut Program,
@@ -75,6 +76,7 @@ struct Calls {
         *const *const c_char,
         *const *const c_char,
     ) -> c_int,
+    // SAFETY: as above.
     destroy: unsafe extern "C" fn(*mut Program) -> c_int,
     compile: unsafe extern "C" fn(Program, c_int, *const *const c_char) -> c_int,
     log_size: unsafe extern "C" fn(Program, *mut usize) -> c_int,

@@ -9,8 +9,8 @@
 //! - Wide to narrow divides by the head's scale in f32 (one rounding), then rounds to the nearest
 //!   narrow value, ties to even. Too large, infinities included, becomes the largest of that sign
 //!   (448, or 127). A scale of 0 makes every number 0.
-//! - NaN becomes 0x7f in fp8 (the sign is dropped, as NVIDIA's conversion does) and 0 in int8, which
-//!   has no NaN. A NaN scale is a NaN element.
+//! - NaN becomes 0x7f in fp8 (the sign is dropped, as NVIDIA's conversion does) and 0 in int8,
+//!   which has no NaN. A NaN scale is a NaN element.
 //! - Narrow to wide multiplies in f32 and rounds to the nearest wide value, ties to even; too large
 //!   becomes an infinity, NaN becomes 0x7fff in both wide formats.
 //! - NaN and infinities do not count for a head's peak, so they never spoil their neighbours.
@@ -184,9 +184,10 @@ fn stripe(data: &[u8], secret_byte: usize, sums: &mut [u64; 8]) {
     }
 }
 
-/// `kvtide_sum_stripes`: for each 1,024-byte block of the payload, what its stripes add to the eight
-/// accumulators. The last entry is the last block's, which has at most 15 stripes here: the stripe
-/// that ends the payload belongs to [`sum_finish`]. Payloads are at least [`SUM_BYTES_MIN`] long.
+/// `kvtide_sum_stripes`: for each 1,024-byte block of the payload, what its stripes add to the
+/// eight accumulators. The last entry is the last block's, which has at most 15 stripes here: the
+/// stripe that ends the payload belongs to [`sum_finish`]. Payloads are at least [`SUM_BYTES_MIN`]
+/// long.
 pub fn sum_stripes(payload: &[u8]) -> Vec<[u64; 8]> {
     let mut all = Vec::new();
     let whole = payload.len().saturating_sub(1) / SUM_BLOCK_BYTES as usize;

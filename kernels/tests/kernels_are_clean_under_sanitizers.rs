@@ -1,5 +1,5 @@
-//! The kernels' source under the address and undefined-behaviour sanitizers, and the proof that these
-//! would find an access past the end.
+//! The kernels' source under the address and undefined-behaviour sanitizers, and the proof that
+//! these would find an access past the end.
 #![forbid(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "a test fails by a panic")]
 

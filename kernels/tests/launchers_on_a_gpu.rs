@@ -1,5 +1,5 @@
-//! The launchers on a real GPU, compiled by its driver from the PTX that is checked in. Without one,
-//! the test says so; the same checks run on the fake driver in its own tests.
+//! The launchers on a real GPU, compiled by its driver from the PTX that is checked in. Without
+//! one, the test says so; the same checks run on the fake driver in its own tests.
 #![allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "a test fails by a panic")]
 
 mod device;

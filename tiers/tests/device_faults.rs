@@ -7,6 +7,7 @@
 
 mod device_support;
 
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use device_support::memory::MemoryMaker;
@@ -177,15 +178,76 @@ fn a_stuck_driver_blocks_no_call_of_the_owner() {
 }
 
 #[test]
-fn a_stop_leaves_a_stuck_driver_behind() {
+fn a_driver_that_is_stuck_for_too_long_is_given_up() {
+    let options = DeviceOptions {
+        call_timeout: Duration::from_millis(100),
+        jobs_max: 100,
+        ..DeviceOptions::default()
+    };
+    let (mut harness, region) = start_with(options);
+    harness.maker.control.set_stalled(true);
+    let slot = harness.host_write(0, region.block_bytes());
+    let job = harness.gather_job(&region, 0, GatherTo::Host(slot));
+    harness.worker.try_send(job).unwrap();
+    eventually("a stuck call", || harness.worker.health().busy_since.is_some());
+    let slot = harness.host_write(1, region.block_bytes());
+    let job = harness.gather_job(&region, 1, GatherTo::Host(slot));
+    harness.worker.try_send(job).unwrap();
+    send_gathers(&mut harness, &region, 50);
+    harness.worker.try_send(DeviceJob::Close { region: region.id }).unwrap();
+    let done = harness.answer();
+    assert!(matches!(done, DeviceDone::Lost { error: GpuError::Lost(_) }), "{done:?}");
+    let (mut failed, mut closed) = (BTreeSet::new(), 0);
+    for _ in 0..53 {
+        match harness.answer() {
+            DeviceDone::Gathered { op, result: Err(GpuError::Lost(_)) } => {
+                assert!(failed.insert(op), "answered twice");
+            }
+            DeviceDone::Closed { .. } => closed += 1,
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!((failed.len(), closed), (52, 1));
+    assert!(harness.worker.health().busy_since.is_some(), "it is still stuck");
+    assert!(harness.worker.health().lost.unwrap().contains("took over 100 ms"));
+    // What was not begun has given its slot back; the GPU may still write to the other one.
+    drop(harness.host_write(1, 1));
+    assert!(harness.arena.write(harness.host_slot(0), 1).is_err());
+    // Whoever comes now is answered as well, more often than the queue is long.
+    for _ in 0..3 {
+        send_gathers(&mut harness, &region, 90);
+        for result in gathered(&harness, 90) {
+            assert!(matches!(result, Err(GpuError::Lost(_))));
+        }
+    }
+    // The driver lets go of the thread, which finds itself deposed.
+    harness.maker.control.set_stalled(false);
+    eventually("the end of the call", || harness.worker.health().busy_since.is_none());
+    let late = harness.compare(&region, 0);
+    assert!(matches!(late, Err(GpuError::Lost(_))));
+    assert!(harness.arena.write(harness.host_slot(0), 1).is_err(), "still not known to be free");
+    assert!(harness.answers.is_empty());
+    assert_eq!(harness.worker.jobs(), 0);
+    assert!(harness.worker.stop(SOON));
+}
+
+#[test]
+fn a_stop_leaves_a_stuck_driver_behind_and_answers_for_it() {
     let (mut harness, region) = start();
     harness.maker.control.set_stalled(true);
-    send_gathers(&mut harness, &region, 1);
+    send_gathers(&mut harness, &region, 5);
     eventually("a stuck call", || harness.worker.health().busy_since.is_some());
     let began = Instant::now();
-    assert!(!harness.worker.stop(Duration::from_millis(100)));
+    let Harness { worker, answers, maker, .. } = harness;
+    assert!(!worker.stop(Duration::from_millis(100)));
     assert!(began.elapsed() < Duration::from_secs(5));
-    harness.maker.control.set_stalled(false);
+    let answers: Vec<DeviceDone> = answers.try_iter().collect();
+    let failed = |done: &&DeviceDone| {
+        matches!(done, DeviceDone::Gathered { result: Err(GpuError::Lost(_)), .. })
+    };
+    assert_eq!(answers.iter().filter(failed).count(), 5, "{answers:?}");
+    assert_eq!(answers.len(), 6, "one loss: {answers:?}");
+    maker.control.set_stalled(false);
 }
 
 #[test]
@@ -230,9 +292,12 @@ fn a_stop_leaves_a_hanging_close_behind() {
     harness.maker.control.set_closes_hang(true);
     harness.worker.try_send(DeviceJob::Close { region: region.id }).unwrap();
     let began = Instant::now();
-    assert!(!harness.worker.stop(Duration::from_millis(100)));
+    let Harness { worker, answers, maker, .. } = harness;
+    assert!(!worker.stop(Duration::from_millis(100)));
     assert!(began.elapsed() < Duration::from_secs(5));
-    harness.maker.control.set_closes_hang(false);
+    let answers: Vec<DeviceDone> = answers.try_iter().collect();
+    assert!(matches!(*answers, [DeviceDone::Closed { .. }]), "{answers:?}");
+    maker.control.set_closes_hang(false);
 }
 
 /// A region whose engine records events.

@@ -22,6 +22,8 @@ impl CudaError {
     pub const INVALID_VALUE: u32 = 1;
     /// `CUDA_ERROR_OUT_OF_MEMORY`.
     pub const OUT_OF_MEMORY: u32 = 2;
+    /// `CUDA_ERROR_NOT_SUPPORTED`: this driver or GPU cannot do it.
+    pub const NOT_SUPPORTED: u32 = 801;
     /// `CUDA_ERROR_NOT_READY`: asked whether work is done, and it is not.
     pub const NOT_READY: u32 = 600;
 

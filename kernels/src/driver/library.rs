@@ -210,7 +210,6 @@ calls! {
         cuEventRecord(event: *mut c_void, stream: *mut c_void);
         cuEventQuery(event: *mut c_void);
         cuEventSynchronize(event: *mut c_void);
-        cuEventElapsedTime(milliseconds: *mut f32, start: *mut c_void, end: *mut c_void);
         cuMemcpyAsync(to: u64, from: u64, bytes: usize, stream: *mut c_void);
         cuMemcpyHtoDAsync_v2(to: u64, from: *const c_void, bytes: usize, stream: *mut c_void);
         cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, bytes: usize, stream: *mut c_void);
@@ -228,6 +227,8 @@ calls! {
         );
     }
     optional {
+        // The older form of a call that drivers since CUDA 12.8 have twice; for benchmarks only.
+        cuEventElapsedTime(milliseconds: *mut f32, start: *mut c_void, end: *mut c_void);
         cuMemcpyBatchAsync_v2(
             to: *mut u64, from: *mut u64, bytes: *mut usize, count: usize,
             attrs: *mut sys::CUmemcpyAttributes, attrs_from: *mut usize, attrs_count: usize,
@@ -313,12 +314,11 @@ pub(super) fn library() -> Result<&'static Library, Unavailable> {
     Err(broken.map_or(Unavailable::NoLibrary, Unavailable::Open))
 }
 
-/// Whether the loader's message says that there is no such file; any other message is about a
-/// file that is there and cannot be used, which the operator wants to read.
+/// Whether the loader's message says that there is no such file. Any other message is about a
+/// file that is there and cannot be used, or needs another that is not there, which the operator
+/// wants to read.
 fn is_absence(reason: &str) -> bool {
-    NAMES.iter().any(|name| {
-        reason == format!("{name}: cannot open shared object file: No such file or directory")
-    })
+    reason.contains("No such file") && NAMES.iter().any(|name| reason.contains(name))
 }
 
 fn open(name: &OsStr) -> Result<libloading::Library, String> {
@@ -406,6 +406,14 @@ mod tests {
         for code in [3, 34, 35, 100, 802, 803, 999, 12345] {
             assert!(!of(code).to_string().contains('\n'), "one line: {}", of(code));
         }
+    }
+
+    #[test]
+    fn a_library_that_is_there_and_broken_is_not_called_absent() {
+        let absent = "cannot open shared object file: No such file or directory";
+        assert!(is_absence(&format!("libcuda.so.1: {absent}")));
+        assert!(!is_absence(&format!("libnvidia-rm.so.550: {absent}")), "one that it needs");
+        assert!(!is_absence("libcuda.so.1: wrong ELF class: ELFCLASS32"));
     }
 
     #[test]

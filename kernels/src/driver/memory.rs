@@ -223,10 +223,11 @@ impl Drop for HostRegistration {
     }
 }
 
-/// The allocation that `address` lies in, as (base, bytes). Needs no context.
+/// The allocation that `address` lies in, as (base, bytes). A context must be current on this
+/// thread, as it is on the threads of an engine; see [`Context::bind`].
 ///
 /// # Errors
-/// When it lies in none of this process.
+/// When it lies in none of this process, or no context is current.
 pub fn address_range(address: u64) -> Result<(u64, u64), CudaError> {
     let library = opened("cuMemGetAddressRange_v2")?;
     let (mut base, mut bytes) = (0_u64, 0_usize);

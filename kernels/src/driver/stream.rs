@@ -362,13 +362,15 @@ impl Event {
         let _entered = self.context.enter()?;
         let mut milliseconds = 0.0_f32;
         // SAFETY: the call writes one number, and both events are alive.
-        unsafe {
+        let asked = unsafe {
             self.context.calls().cuEventElapsedTime(
                 &raw mut milliseconds,
                 start.event.0,
                 self.event.0,
             )
-        }?;
+        };
+        let missing = CudaError { code: CudaError::NOT_SUPPORTED, call: "cuEventElapsedTime" };
+        asked.unwrap_or(Err(missing))?;
         Ok(Duration::try_from_secs_f64(f64::from(milliseconds) / 1000.0).unwrap_or_default())
     }
 }

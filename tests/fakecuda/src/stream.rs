@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use crate::abi::Out;
@@ -40,6 +40,8 @@ struct Queue {
 }
 
 static STREAMS: Handles<Stream> = Handles::new();
+/// Streams whose thread runs, also those that were destroyed with work in their queue.
+static RUNNING: Mutex<Vec<Weak<Stream>>> = Mutex::new(Vec::new());
 /// Streams made so far; gives each a seed of its own.
 static MADE: AtomicU64 = AtomicU64::new(0);
 
@@ -58,6 +60,9 @@ impl Stream {
             .name("fakecuda-stream".to_owned())
             .spawn(move || worker.run(&mut jitter))
             .map_err(|_| OPERATING_SYSTEM)?;
+        let mut running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+        running.retain(|stream| stream.strong_count() > 0);
+        running.push(Arc::downgrade(&stream));
         Ok(stream)
     }
 
@@ -162,9 +167,12 @@ pub(crate) fn is_default(handle: usize) -> bool {
 
 /// Waits until every stream of the device is idle.
 pub(crate) fn drain(device: &'static Device) {
-    let streams = STREAMS.all();
+    let streams: Vec<Arc<Stream>> = {
+        let running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+        running.iter().filter_map(Weak::upgrade).collect()
+    };
     let own = streams.iter().filter(|stream| stream.device.ordinal == device.ordinal);
-    own.chain(device.default_stream.get()).for_each(|stream| stream.wait_until_idle());
+    own.for_each(|stream| stream.wait_until_idle());
 }
 
 /// How many streams of the device there are.

@@ -286,6 +286,24 @@ fn events_order_streams_and_say_when_they_are_reached() {
     assert!(event.since(&start).is_err(), "an event without a time");
 }
 
+#[test]
+fn freeing_waits_for_work_of_a_stream_that_is_gone() {
+    let _alone = alone();
+    let context = context();
+    let stream = Stream::new(&context).unwrap();
+    let buffer = DeviceBuffer::alloc(&context, 1 << 20).unwrap();
+    let fault = common::inject("cuMemsetD8Async@1=stall");
+    fill(&stream, buffer.address(), 1, 1 << 20).unwrap();
+    drop(stream);
+    let freeing = std::thread::spawn(move || drop(buffer));
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(!freeing.is_finished(), "the driver waits for work that uses the memory");
+    drop(fault);
+    freeing.join().unwrap();
+    context.synchronize().unwrap();
+    assert_eq!(failed_drops(), 0);
+}
+
 /// Two streams hand a buffer to each other; each copy must see what the other stream wrote.
 #[test]
 fn order_holds_under_jitter() {

@@ -273,6 +273,34 @@ fn using_freed_memory_loses_the_context() {
 }
 
 #[test]
+fn an_error_that_stays_is_of_one_gpu() {
+    const ME: &str = "an_error_that_stays_is_of_one_gpu";
+    if !is_child(ME) {
+        run_child(ME, &[("FAKECUDA_DEVICES", "2"), ("FAKECUDA_MEMORY", "1048576")]);
+        return;
+    }
+    let driver = common::driver();
+    let names: Vec<String> =
+        driver.devices().unwrap().into_iter().map(|device| device.name).collect();
+    assert_eq!(names, ["Fake GPU 0", "Fake GPU 1"]);
+    let one = Context::new(&driver, 0).unwrap();
+    let two = Context::new(&driver, 1).unwrap();
+    assert_ne!(one.info().uuid, two.info().uuid);
+    let (good, bad) = (Stream::new(&one).unwrap(), Stream::new(&two).unwrap());
+    let (kept, lost) =
+        (DeviceBuffer::alloc(&one, 1 << 20).unwrap(), DeviceBuffer::alloc(&two, 1 << 20).unwrap());
+    assert!(DeviceBuffer::alloc(&one, 1).unwrap_err().is_out_of_memory());
+    assert_eq!(Event::new(&one).unwrap().record(&bad).unwrap_err().code, 400, "another GPU's");
+    let fault = common::inject("cuMemsetD8Async@1=ecc");
+    assert_eq!(fill(&bad, lost.address(), 1, 4096), Ok(()), "it is only queued");
+    drop(fault);
+    assert_eq!(bad.synchronize().unwrap_err().code, 214);
+    assert_eq!(two.memory().unwrap_err().code, 214);
+    upload(&good, kept.address(), &[6; 4096]).unwrap();
+    assert_eq!(download(&good, kept.address(), 4096).unwrap(), [6; 4096]);
+}
+
+#[test]
 fn a_call_that_hangs_blocks_its_own_thread_only() {
     const ME: &str = "a_call_that_hangs_blocks_its_own_thread_only";
     if !is_child(ME) {

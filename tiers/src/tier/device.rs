@@ -1,13 +1,15 @@
 //! The device tier's worker: one thread that owns one GPU and carries out copies between regions,
-//! the GPU's pool and host slots; and one thread that closes mappings, which can hang.
+//! the GPU's pool and host slots; one that closes mappings, which can hang; and one that watches
+//! whether the first is stuck in the driver.
 //!
 //! The worker knows how to move bytes and how to verify them; which block lies in which slot is the
 //! catalog's business.
 //!
 //! Invariants:
-//! 1. Every job taken is answered exactly once, also when the GPU is lost or the thread panics.
-//!    While a call of the driver hangs, nothing is answered; [`DeviceWorker::health`] says so, and
-//!    the owner's calls here still return at once.
+//! 1. Every job taken is answered exactly once, also when the GPU is lost, a thread panics, or a
+//!    call of the driver never returns: past [`DeviceOptions::call_timeout`] the GPU is taken for
+//!    lost. Until then [`DeviceWorker::health`] says so, and the owner's calls return at once.
+//!    Only closing a mapping may take as long as the driver likes.
 //! 2. A region's mapping is closed after the last batch that uses it has ended, and no job of it
 //!    starts once [`DeviceJob::Close`] was taken.
 //! 3. A host slot's guard is let go of only after the batch that uses it has ended, or after the
@@ -23,18 +25,19 @@
 //!     \-> refused, forgotten
 //! ```
 
+mod answers;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod gpu;
 mod memory;
 mod reaper;
+mod watch;
 mod worker;
 
 use std::collections::VecDeque;
 use std::fmt;
 use std::io;
 use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -47,6 +50,9 @@ pub use gpu::{
     check_lent, check_slot,
 };
 pub use memory::{MemoryGpu, MemoryGpuControl, MemoryGpuOptions};
+
+use answers::{Answers, Ticket};
+use watch::{Farewell, Watch};
 
 use crate::block::Sum128;
 use crate::catalog::{RegionId, SlotId};
@@ -68,6 +74,8 @@ pub struct DeviceOptions {
     pub event_timeout: Duration,
     /// How long a batch may take before the GPU is taken for lost. Default: 30 s.
     pub batch_timeout: Duration,
+    /// How long one call of the driver may take before the GPU is taken for lost. Default: 30 s.
+    pub call_timeout: Duration,
     /// How long the start waits for the GPU to be opened; registering host memory takes about 0.1 s
     /// per GiB. Default: 180 s.
     pub open_timeout: Duration,
@@ -83,6 +91,7 @@ impl Default for DeviceOptions {
             regions_max: 1024,
             event_timeout: Duration::from_secs(5),
             batch_timeout: Duration::from_secs(30),
+            call_timeout: Duration::from_secs(30),
             open_timeout: Duration::from_secs(180),
             stop_timeout: Duration::from_secs(5),
         }
@@ -243,10 +252,9 @@ pub struct DeviceHealth {
 }
 
 /// What the worker's owner and its threads share.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Shared {
-    /// Jobs taken and not yet answered, closing regions excluded.
-    jobs: AtomicUsize,
+    answers: Answers,
     state: Mutex<State>,
 }
 
@@ -254,6 +262,8 @@ struct Shared {
 #[derive(Debug, Default)]
 struct State {
     health: DeviceHealth,
+    /// Why the GPU was given up, by whichever thread did so first.
+    lost: Option<GpuError>,
     /// When each mapping was handed to the reaper thread, in that order.
     closing: VecDeque<Instant>,
     /// Until when a stop waits.
@@ -302,9 +312,12 @@ pub fn probe(library: Option<&Path>) -> Result<Vec<GpuInfo>, DeviceOff> {
 pub struct DeviceWorker {
     info: GpuInfo,
     /// `None` only while stopping.
-    jobs: Option<Sender<DeviceJob>>,
+    jobs: Option<Sender<(Ticket, DeviceJob)>>,
     jobs_max: usize,
     shared: Arc<Shared>,
+    watch: Sender<Farewell>,
+    /// Disconnected when the watch's thread has ended.
+    watched: Receiver<()>,
     stop_timeout: Duration,
     /// Disconnected when the owner thread has ended.
     ended: Receiver<()>,
@@ -319,8 +332,8 @@ impl fmt::Debug for DeviceWorker {
 
 impl DeviceWorker {
     /// Starts the threads, opens the GPU on the owner thread with `gpu`, and returns once that is
-    /// done, or at the latest after [`DeviceOptions::open_timeout`]. `done` is called on the owner
-    /// thread and must not block.
+    /// done, or at the latest after [`DeviceOptions::open_timeout`]. `done` is called on one of the
+    /// worker's threads at a time (or on the one that stops it) and must not block.
     ///
     /// # Errors
     /// Those of `gpu`, and [`GpuError::Failed`] when no thread can be started or the GPU is not
@@ -334,7 +347,15 @@ impl DeviceWorker {
         let (jobs, job_source) = channel::bounded(jobs_max);
         let (started, start) = channel::bounded(1);
         let (alive, ended) = channel::bounded::<()>(0);
-        let shared = Arc::new(Shared::default());
+        let answers = Answers::new(Box::new(done));
+        let shared = Arc::new(Shared { answers, state: Mutex::default() });
+        let watch = Watch {
+            shared: Arc::clone(&shared),
+            jobs: job_source.clone(),
+            call_timeout: options.call_timeout,
+        };
+        let (farewell, farewells) = channel::bounded(1);
+        let (watching, watched) = channel::bounded::<()>(0);
         let theirs = Arc::clone(&shared);
         let (open_timeout, stop_timeout) = (options.open_timeout, options.stop_timeout);
         let work = move || {
@@ -348,25 +369,32 @@ impl DeviceWorker {
                 Err(error) => return drop(started.send(Err(no_thread(&error)))),
             };
             if started.send(Ok(gpu.info().clone())).is_ok() {
-                worker::run(gpu, reaper, options, job_source, theirs, Box::new(done));
+                worker::run(gpu, reaper, options, job_source, theirs);
             }
         };
-        let builder = std::thread::Builder::new().name("kvtide-gpu".into());
-        let thread = builder.spawn(work).map_err(|error| no_thread(&error))?;
-        let info = match start.recv_timeout(open_timeout) {
-            Ok(result) => result?,
-            Err(channel::RecvTimeoutError::Timeout) => {
-                return Err(GpuError::Failed(format!(
-                    "the driver did not open the GPU within {} s",
-                    open_timeout.as_secs()
-                )));
-            }
-            Err(channel::RecvTimeoutError::Disconnected) => {
-                return Err(GpuError::Failed("the thread that opens the GPU died".to_owned()));
-            }
+        let spawn = |name: &str, work: Box<dyn FnOnce() + Send>| {
+            let builder = std::thread::Builder::new().name(name.to_owned());
+            builder.spawn(work).map_err(|error| no_thread(&error))
         };
-        let (jobs, thread) = (Some(jobs), Some(thread));
-        Ok(DeviceWorker { info, jobs, jobs_max, shared, stop_timeout, ended, thread })
+        let thread = spawn("kvtide-gpu", Box::new(work))?;
+        let info = wait_for_start(&start, open_timeout)?;
+        let look = move || {
+            let _watching = watching;
+            watch.run(&farewells);
+        };
+        spawn("kvtide-gpu-watch", Box::new(look))?;
+        let (jobs, thread, watch) = (Some(jobs), Some(thread), farewell);
+        Ok(DeviceWorker {
+            info,
+            jobs,
+            jobs_max,
+            shared,
+            watch,
+            watched,
+            stop_timeout,
+            ended,
+            thread,
+        })
     }
 
     /// What is known of the GPU.
@@ -380,19 +408,18 @@ impl DeviceWorker {
     /// Gives the job back when [`DeviceOptions::jobs_max`] are not yet answered.
     pub fn try_send(&self, job: DeviceJob) -> Result<(), DeviceJob> {
         let Some(jobs) = &self.jobs else { return Err(job) };
-        if self.shared.jobs.fetch_add(1, Ordering::Relaxed) >= self.jobs_max {
-            self.shared.jobs.fetch_sub(1, Ordering::Relaxed);
-            return Err(job);
+        let Some(ticket) = self.shared.answers.owe(&job, self.jobs_max) else { return Err(job) };
+        match jobs.try_send((ticket, job)) {
+            Ok(()) => Ok(()),
+            Err(refused) if self.shared.answers.forget(ticket) => Err(refused.into_inner().1),
+            // The watch has answered it in between.
+            Err(_) => Ok(()),
         }
-        jobs.try_send(job).map_err(|refused| {
-            self.shared.jobs.fetch_sub(1, Ordering::Relaxed);
-            refused.into_inner()
-        })
     }
 
     /// Jobs taken and not yet answered. A `Close` counts until its mapping goes to the reaper.
     pub fn jobs(&self) -> usize {
-        self.shared.jobs.load(Ordering::Relaxed)
+        self.shared.answers.counted()
     }
 
     /// How the worker is. Returns at once, also while its threads are stuck.
@@ -401,12 +428,13 @@ impl DeviceWorker {
         let mut health = state.health.clone();
         health.closing = state.closing.len();
         health.closing_since = state.closing.front().copied();
+        health.lost = state.lost.as_ref().map(GpuError::to_string);
         health
     }
 
     /// Ends the worker: jobs not begun fail, batches under way end, all mappings are closed, the
     /// pool is freed. Blocks until then, at most `timeout`; past it the threads are left to
-    /// themselves. Whether all ended in time.
+    /// themselves, and what they owe is answered. Whether all ended in time.
     pub fn stop(mut self, timeout: Duration) -> bool {
         self.end(timeout)
     }
@@ -417,14 +445,20 @@ impl DeviceWorker {
         // The thread takes the closed channel for the order to stop.
         self.jobs = None;
         let ended = self.ended.recv_timeout(timeout + STOP_GRACE);
-        if !matches!(ended, Err(channel::RecvTimeoutError::Timeout)) {
+        let farewell = if matches!(ended, Err(channel::RecvTimeoutError::Timeout)) {
+            Farewell::Stuck
+        } else {
             // A panic was caught and reported on the thread itself.
             drop(thread.join());
-        }
+            Farewell::Ended
+        };
+        // The watch answers what is left, on its own thread, because a listener may be stuck, too.
+        drop(self.watch.try_send(farewell));
+        let _ = self.watched.recv_timeout(STOP_GRACE);
         let stopped = self.shared.state().stopped;
         if !stopped {
             let gpu = self.info.uuid;
-            tracing::error!(%gpu, "the GPU could not be closed; what is left goes with the process");
+            tracing::error!(%gpu, "the GPU could not be closed; it goes with the process");
         }
         stopped
     }
@@ -433,6 +467,23 @@ impl DeviceWorker {
 impl Drop for DeviceWorker {
     fn drop(&mut self) {
         self.end(self.stop_timeout);
+    }
+}
+
+/// What the owner thread says of the GPU.
+fn wait_for_start(
+    start: &Receiver<Result<GpuInfo, GpuError>>,
+    timeout: Duration,
+) -> Result<GpuInfo, GpuError> {
+    match start.recv_timeout(timeout) {
+        Ok(result) => result,
+        Err(channel::RecvTimeoutError::Timeout) => {
+            let ms = timeout.as_millis();
+            Err(GpuError::Failed(format!("the driver did not open the GPU within {ms} ms")))
+        }
+        Err(channel::RecvTimeoutError::Disconnected) => {
+            Err(GpuError::Failed("the thread that opens the GPU died".to_owned()))
+        }
     }
 }
 

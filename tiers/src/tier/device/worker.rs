@@ -9,11 +9,11 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ops::Bound;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, RecvTimeoutError, TryRecvError};
 
+use super::answers::Ticket;
 use super::gpu::{
     BATCH_MOVES_MAX, Batch, BatchDone, BatchId, DemoteMove, GatherMove, Gpu, GpuError, GpuInfo,
     GpuRegion, MoveTo, OpenRegion, RegionShape, ScatterMove,
@@ -28,30 +28,6 @@ const PAUSE_MIN: Duration = Duration::from_micros(20);
 const PAUSE_MAX: Duration = Duration::from_millis(1);
 /// How long the thread sleeps with nothing to do; a job ends it.
 const IDLE: Duration = Duration::from_secs(3600);
-
-/// Whom an answer goes to.
-#[derive(Clone, Copy)]
-enum Op {
-    Gather(u64),
-    Compare(u64),
-    Scatter { op: u64, expected: Sum128 },
-    Demote(u64),
-}
-
-impl Op {
-    fn done(self, result: Result<Sum128, GpuError>) -> DeviceDone {
-        match self {
-            Op::Gather(op) => DeviceDone::Gathered { op, result },
-            Op::Compare(op) => DeviceDone::Compared { op, result },
-            Op::Scatter { op, expected } => {
-                let verified =
-                    |found| if found == expected { Ok(()) } else { Err(GpuError::Checksum) };
-                DeviceDone::Scattered { op, result: result.and_then(verified) }
-            }
-            Op::Demote(op) => DeviceDone::Demoted { op, result: result.map(drop) },
-        }
-    }
-}
 
 enum Work {
     Gather(GatherMove),
@@ -87,7 +63,7 @@ impl Work {
 
 /// A checked job that waits.
 struct Waiting {
-    op: Op,
+    ticket: Ticket,
     after_event: Option<u32>,
     taken: Instant,
     work: Work,
@@ -102,15 +78,15 @@ enum RegionState {
         shape: RegionShape,
         /// Batches under way.
         batches: usize,
-        /// `Close` was taken.
-        closing: bool,
+        /// The `Close` that was taken.
+        closing: Option<Ticket>,
     },
-    /// With the reaper thread. Whether an answer is owed.
-    Reaping { answer: bool },
+    /// With the reaper thread. Who waits for it.
+    Reaping { ticket: Option<Ticket> },
 }
 
 struct UnderWay {
-    ops: Vec<Op>,
+    tickets: Vec<Ticket>,
     queue: QueueId,
     since: Instant,
 }
@@ -122,9 +98,8 @@ struct Worker {
     info: GpuInfo,
     reaper: Reaper,
     options: DeviceOptions,
-    jobs: Receiver<DeviceJob>,
+    jobs: Receiver<(Ticket, DeviceJob)>,
     shared: Arc<Shared>,
-    done: Box<dyn FnMut(DeviceDone) + Send>,
     queues: BTreeMap<QueueId, VecDeque<Waiting>>,
     /// The queue that had the last turn.
     turn: QueueId,
@@ -138,9 +113,8 @@ pub(super) fn run(
     gpu: Box<dyn Gpu>,
     reaper: Reaper,
     options: DeviceOptions,
-    jobs: Receiver<DeviceJob>,
+    jobs: Receiver<(Ticket, DeviceJob)>,
     shared: Arc<Shared>,
-    done: Box<dyn FnMut(DeviceDone) + Send>,
 ) {
     let info = gpu.info().clone();
     let mut worker = Worker {
@@ -151,7 +125,6 @@ pub(super) fn run(
         options,
         jobs,
         shared,
-        done,
         queues: BTreeMap::new(),
         turn: None,
         regions: HashMap::new(),
@@ -201,7 +174,7 @@ impl Worker {
         let timeout = if looks { pause } else { IDLE };
         crossbeam::select! {
             recv(self.jobs) -> job => match job {
-                Ok(job) => self.take(job),
+                Ok((ticket, job)) => self.take(ticket, job),
                 Err(_) => self.begin_stop(),
             },
             recv(self.reaper.closed) -> region => match region {
@@ -222,8 +195,8 @@ impl Worker {
         }
         while !self.stopping {
             match self.jobs.try_recv() {
-                Ok(job) => {
-                    self.take(job);
+                Ok((ticket, job)) => {
+                    self.take(ticket, job);
                     any = true;
                 }
                 Err(TryRecvError::Empty) => break,
@@ -233,14 +206,22 @@ impl Worker {
         any
     }
 
-    /// One call of the driver, marked while it is under way. A GPU that panics is lost.
+    /// One call of the driver, marked while it is under way. A GPU that panics is lost. When the
+    /// watch has lost patience meanwhile, everybody was answered and the result is of no use.
     fn call<R>(&mut self, call: impl FnOnce(&mut dyn Gpu) -> R) -> Result<R, GpuError> {
         let Some(gpu) = &mut self.gpu else {
             return Err(self.lost.clone().unwrap_or(GpuError::Ended));
         };
         self.shared.state().health.busy_since = Some(Instant::now());
         let result = catch_unwind(AssertUnwindSafe(|| call(gpu.as_mut())));
-        self.shared.state().health.busy_since = None;
+        let mut state = self.shared.state();
+        state.health.busy_since = None;
+        let deposed = state.lost.clone().filter(|_| self.lost.is_none());
+        drop(state);
+        if let Some(error) = deposed {
+            self.lose(error.clone());
+            return Err(error);
+        }
         result.map_err(|panic| {
             let error = GpuError::Lost(format!("its driver panicked: {}", message_of(&*panic)));
             self.lose(error.clone());
@@ -248,45 +229,36 @@ impl Worker {
         })
     }
 
-    /// Answers a job that counts.
-    fn answer(&mut self, done: DeviceDone) {
-        self.shared.jobs.fetch_sub(1, Ordering::Relaxed);
-        self.tell(done);
+    fn answer(&self, ticket: Ticket, result: Result<Sum128, GpuError>) {
+        self.shared.answers.answer(ticket, result);
     }
 
-    /// A panic of whoever listens must not keep the others from their answers.
-    fn tell(&mut self, done: DeviceDone) {
-        if catch_unwind(AssertUnwindSafe(|| (self.done)(done))).is_err() {
-            tracing::error!(gpu = %self.info.uuid, "whoever was told of a GPU's answer panicked");
-        }
-    }
-
-    fn take(&mut self, job: DeviceJob) {
-        let (queue, op, after_event, work) = match job {
-            DeviceJob::Open { region, open } => return self.open(region, *open),
-            DeviceJob::Close { region } => return self.close(region),
-            DeviceJob::Gather { op, region, place, after_event, to, bytes } => {
+    fn take(&mut self, ticket: Ticket, job: DeviceJob) {
+        let (queue, after_event, work) = match job {
+            DeviceJob::Open { region, open } => return self.open(ticket, region, *open),
+            DeviceJob::Close { region } => return self.close(ticket, region),
+            DeviceJob::Gather { region, place, after_event, to, bytes, .. } => {
                 let to = match to {
                     GatherTo::Pool(slot) => MoveTo::Pool(slot),
                     GatherTo::Host(slot) => MoveTo::Host(slot),
                 };
                 let work = Work::Gather(GatherMove { place, bytes, to });
-                (Some(region), Op::Gather(op), after_event, work)
+                (Some(region), after_event, work)
             }
-            DeviceJob::Compare { op, region, place, after_event, bytes } => {
+            DeviceJob::Compare { region, place, after_event, bytes, .. } => {
                 let work = Work::Gather(GatherMove { place, bytes, to: MoveTo::Nowhere });
-                (Some(region), Op::Compare(op), after_event, work)
+                (Some(region), after_event, work)
             }
-            DeviceJob::Scatter { op, region, place, after_event, from, expected, bytes } => {
+            DeviceJob::Scatter { region, place, after_event, from, expected, bytes, .. } => {
                 let work = Work::Scatter(ScatterMove { place, bytes, from, expected });
-                (Some(region), Op::Scatter { op, expected }, after_event, work)
+                (Some(region), after_event, work)
             }
-            DeviceJob::Demote { op, slot, to, bytes } => {
-                (None, Op::Demote(op), None, Work::Demote(DemoteMove { slot, bytes, to }))
+            DeviceJob::Demote { slot, to, bytes, .. } => {
+                (None, None, Work::Demote(DemoteMove { slot, bytes, to }))
             }
         };
         let refused = self.refusal(queue, after_event, &work);
-        let waiting = Waiting { op, after_event, taken: Instant::now(), work };
+        let waiting = Waiting { ticket, after_event, taken: Instant::now(), work };
         match refused {
             Some(error) => self.refuse(waiting, error),
             None => self.queues.entry(queue).or_default().push_back(waiting),
@@ -302,7 +274,7 @@ impl Worker {
             return Some(GpuError::Ended);
         }
         let shape = match queue.map(|region| self.regions.get(&region)) {
-            Some(Some(RegionState::Open { shape, closing: false, .. })) => Some(shape),
+            Some(Some(RegionState::Open { shape, closing: None, .. })) => Some(shape),
             Some(_) => return Some(GpuError::Closed),
             None => None,
         };
@@ -316,15 +288,15 @@ impl Worker {
 
     /// Answers a job that was not begun; its guards go first.
     fn refuse(&mut self, waiting: Waiting, error: GpuError) {
-        let Waiting { op, work, .. } = waiting;
+        let Waiting { ticket, work, .. } = waiting;
         drop(work);
-        self.answer(op.done(Err(error)));
+        self.answer(ticket, Err(error));
     }
 
-    fn open(&mut self, region: RegionId, open: OpenRegion) {
+    fn open(&mut self, ticket: Ticket, region: RegionId, open: OpenRegion) {
         let result = self.try_open(region, open);
-        let lost = result.as_ref().err().filter(|error| error.is_lost()).cloned();
-        self.answer(DeviceDone::Opened { region, result });
+        let lost = result.as_ref().err().cloned();
+        self.answer(ticket, result.map(|()| Sum128::default()));
         if let Some(error) = lost {
             self.lose_in_order(error);
         }
@@ -342,22 +314,22 @@ impl Worker {
         }
         let shape = open.check(&self.info)?;
         let gpu = self.call(|gpu| gpu.open(open))??;
-        let opened = RegionState::Open { gpu, shape, batches: 0, closing: false };
+        let opened = RegionState::Open { gpu, shape, batches: 0, closing: None };
         self.regions.insert(region, opened);
         Ok(())
     }
 
-    fn close(&mut self, region: RegionId) {
+    fn close(&mut self, ticket: Ticket, region: RegionId) {
         match self.regions.get_mut(&region) {
-            Some(RegionState::Open { closing, .. }) if !*closing => *closing = true,
-            _ => return self.answer(DeviceDone::Closed { region }),
+            Some(RegionState::Open { closing: closing @ None, .. }) => *closing = Some(ticket),
+            _ => return self.answer(ticket, Ok(Sum128::default())),
         }
         self.finish_close(region);
     }
 
     /// Hands the mapping to the reaper once nothing uses it.
     fn finish_close(&mut self, region: RegionId) {
-        let Some(RegionState::Open { gpu, batches: 0, closing: true, .. }) =
+        let Some(RegionState::Open { gpu, batches: 0, closing: Some(ticket), .. }) =
             self.regions.get(&region)
         else {
             return;
@@ -365,30 +337,33 @@ impl Worker {
         if self.queues.contains_key(&Some(region)) {
             return;
         }
-        let gpu = *gpu;
-        self.reap(region, gpu, true);
+        let (gpu, ticket) = (*gpu, *ticket);
+        self.reap(region, gpu, Some(ticket));
     }
 
-    fn reap(&mut self, region: RegionId, gpu_region: GpuRegion, answer: bool) {
+    fn reap(&mut self, region: RegionId, gpu_region: GpuRegion, ticket: Option<Ticket>) {
         // Losing the GPU in this call answers what is owed for the region.
         let Ok(close) = self.call(|gpu| gpu.close(gpu_region)) else { return };
         if close.is_some_and(|close| self.reaper.close(region, close)) {
-            self.regions.insert(region, RegionState::Reaping { answer });
-            if answer {
-                // A close that hangs must not take one of the jobs' places for ever.
-                self.shared.jobs.fetch_sub(1, Ordering::Relaxed);
+            self.regions.insert(region, RegionState::Reaping { ticket });
+            if let Some(ticket) = ticket {
+                self.shared.answers.uncount(ticket);
             }
         } else {
             self.regions.remove(&region);
-            if answer {
-                self.answer(DeviceDone::Closed { region });
-            }
+            self.answer_close(ticket);
         }
     }
 
     fn settle_close(&mut self, region: RegionId) {
-        if let Some(RegionState::Reaping { answer: true }) = self.regions.remove(&region) {
-            self.tell(DeviceDone::Closed { region });
+        if let Some(RegionState::Reaping { ticket }) = self.regions.remove(&region) {
+            self.answer_close(ticket);
+        }
+    }
+
+    fn answer_close(&self, ticket: Option<Ticket>) {
+        if let Some(ticket) = ticket {
+            self.answer(ticket, Ok(Sum128::default()));
         }
     }
 
@@ -459,7 +434,7 @@ impl Worker {
         let Some(RegionState::Open { gpu: region, closing, .. }) = state else {
             return Err(GpuError::Closed);
         };
-        let (region, closing) = (*region, *closing);
+        let (region, closing) = (*region, closing.is_some());
         let late = taken.elapsed() > self.options.event_timeout;
         match self.call(|gpu| gpu.is_ready(region, event))? {
             // A client that is gone is not waited for.
@@ -493,7 +468,7 @@ impl Worker {
     }
 
     fn start_batch(&mut self, queue: QueueId, run: Vec<Waiting>) {
-        let ops: Vec<Op> = run.iter().map(|waiting| waiting.op).collect();
+        let tickets: Vec<Ticket> = run.iter().map(|waiting| waiting.ticket).collect();
         let gpu_region = match queue.and_then(|region| self.regions.get_mut(&region)) {
             Some(RegionState::Open { gpu, batches, .. }) => {
                 *batches += 1;
@@ -508,18 +483,23 @@ impl Worker {
         let batch = batch_of(gpu_region, run);
         match self.call(|gpu| gpu.start(batch)) {
             Ok(Ok(id)) => {
-                self.under_way.insert(id, UnderWay { ops, queue, since: Instant::now() });
+                self.under_way.insert(id, UnderWay { tickets, queue, since: Instant::now() });
             }
             Ok(Err((error, batch))) => {
                 drop(batch);
-                self.end_batch(ops, queue, vec![Err(error)]);
+                self.end_batch(tickets, queue, vec![Err(error)]);
             }
-            Err(error) => self.end_batch(ops, queue, vec![Err(error)]),
+            Err(error) => self.end_batch(tickets, queue, vec![Err(error)]),
         }
     }
 
     /// Answers a batch's jobs. One result may stand for all; a missing one is a failure.
-    fn end_batch(&mut self, ops: Vec<Op>, queue: QueueId, results: Vec<Result<Sum128, GpuError>>) {
+    fn end_batch(
+        &mut self,
+        tickets: Vec<Ticket>,
+        queue: QueueId,
+        results: Vec<Result<Sum128, GpuError>>,
+    ) {
         let lost = results
             .iter()
             .find_map(|result| result.as_ref().err().filter(|error| error.is_lost()).cloned());
@@ -528,9 +508,8 @@ impl Worker {
             _ => GpuError::Failed("the batch ended without a result for the job".to_owned()),
         };
         let mut results = results.into_iter();
-        for op in ops {
-            let result = results.next().unwrap_or_else(|| Err(all.clone()));
-            self.answer(op.done(result));
+        for ticket in tickets {
+            self.answer(ticket, results.next().unwrap_or_else(|| Err(all.clone())));
         }
         if let Some(region) = queue {
             if let Some(RegionState::Open { batches, .. }) = self.regions.get_mut(&region) {
@@ -561,8 +540,8 @@ impl Worker {
             (id, results)
         });
         for (id, results) in ended.collect::<Vec<_>>() {
-            if let Some(UnderWay { ops, queue, .. }) = self.under_way.remove(&id) {
-                self.end_batch(ops, queue, results);
+            if let Some(UnderWay { tickets, queue, .. }) = self.under_way.remove(&id) {
+                self.end_batch(tickets, queue, results);
             }
         }
     }
@@ -605,10 +584,15 @@ impl Worker {
     }
 
     fn announce(&mut self, error: &GpuError) {
-        tracing::error!(gpu = %self.info.uuid, %error, "the device tier is off");
         self.lost = Some(error.clone());
-        self.shared.state().health.lost = Some(error.to_string());
-        self.tell(DeviceDone::Lost { error: error.clone() });
+        let mut state = self.shared.state();
+        let first = state.lost.is_none();
+        state.lost.get_or_insert_with(|| error.clone());
+        drop(state);
+        if first {
+            tracing::error!(gpu = %self.info.uuid, %error, "the device tier is off");
+            self.shared.answers.tell(DeviceDone::Lost { error: error.clone() });
+        }
     }
 
     /// Fails all that is left. Everything of the GPU is leaked, because touching it could hang, and
@@ -616,18 +600,15 @@ impl Worker {
     fn give_up(&mut self, error: &GpuError) {
         std::mem::forget(self.gpu.take());
         for (_, batch) in std::mem::take(&mut self.under_way) {
-            for op in batch.ops {
-                self.answer(op.done(Err(error.clone())));
+            for ticket in batch.tickets {
+                self.answer(ticket, Err(error.clone()));
             }
         }
         self.fail_waiting(error);
         let regions = std::mem::take(&mut self.regions);
         for (region, state) in regions {
             match state {
-                RegionState::Open { closing: false, .. } => {}
-                RegionState::Open { closing: true, .. } => {
-                    self.answer(DeviceDone::Closed { region });
-                }
+                RegionState::Open { closing, .. } => self.answer_close(closing),
                 reaping @ RegionState::Reaping { .. } => {
                     self.regions.insert(region, reaping);
                 }
@@ -653,7 +634,7 @@ impl Worker {
 
     /// The end of an orderly stop: nothing is under way any more.
     fn finish(&mut self) {
-        let open: Vec<(RegionId, GpuRegion, bool)> = self
+        let open: Vec<(RegionId, GpuRegion, Option<Ticket>)> = self
             .regions
             .iter()
             .filter_map(|(region, state)| match state {
@@ -661,8 +642,8 @@ impl Worker {
                 RegionState::Reaping { .. } => None,
             })
             .collect();
-        for (region, gpu, answer) in open {
-            self.reap(region, gpu, answer);
+        for (region, gpu, ticket) in open {
+            self.reap(region, gpu, ticket);
         }
         self.reaper.end();
         let until = self.shared.state().stop_by.unwrap_or_else(Instant::now);
