@@ -36,6 +36,9 @@ pub struct DaemonSpec {
     pub nvme_bytes: u64,
     /// The smallest block that will be stored.
     pub block_bytes_min: u64,
+    /// GPU memory as a tier: the pool's bytes, and the driver's library where it is not the
+    /// machine's.
+    pub device: Option<(u64, Option<PathBuf>)>,
     /// Injected device faults: rate and seed.
     pub fault: Option<(f64, u64)>,
 }
@@ -66,6 +69,12 @@ impl DaemonSpec {
         option("--nvme-bytes", self.nvme_bytes.to_string().into());
         option("--block-bytes-min", self.block_bytes_min.to_string().into());
         option("--metrics", "off".into());
+        if let Some((bytes, library)) = &self.device {
+            option("--device-pool-bytes", bytes.to_string().into());
+            if let Some(library) = library {
+                option("--device-library", library.clone().into());
+            }
+        }
         if let Some((rate, seed)) = self.fault {
             option("--fault-rate", rate.to_string().into());
             option("--fault-seed", seed.to_string().into());

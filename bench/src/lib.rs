@@ -1,12 +1,13 @@
 //! Trace replay, simulation and yardsticks of kvtide.
 //!
 //! [`trace`] reads recorded requests, [`payload`] makes bytes that can be checked, `sim` drives the
-//! pure core with them, [`replay`] a real daemon, and [`tiers`] sets the daemon beside `memcpy` and
-//! beside a raw ring. Everything here measures or checks; nothing here is part of the product.
+//! pure core with them, [`replay`] a real daemon, [`tiers`] sets the daemon beside `memcpy` and
+//! beside a raw ring, and [`device`] the GPU's kernels beside its copies. Everything here measures or checks; nothing here is part of the product.
 
 #![forbid(unsafe_code)]
 
 pub mod daemon;
+pub mod device;
 pub mod payload;
 pub mod process;
 pub mod replay;

@@ -1,12 +1,12 @@
-//! `kvtide-bench`: replays traces through a real daemon, simulates them through the pure core, and
-//! sets the daemon beside `memcpy` and a raw ring.
+//! `kvtide-bench`: replays traces through a real daemon, simulates them through the pure core, sets
+//! the daemon beside `memcpy` and a raw ring, and the GPU's kernels beside its copies.
 
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use kvtide_bench::{replay, sim, tiers};
+use kvtide_bench::{device, replay, sim, tiers};
 
 #[derive(Parser)]
 #[command(version, about = "Trace replay, simulation and yardsticks of kvtide")]
@@ -23,9 +23,14 @@ enum Command {
     Sim(sim::SimArgs),
     /// Store and load through a real daemon, beside memcpy and a raw O_DIRECT ring.
     Tiers(tiers::TiersArgs),
+    /// Gather, scatter, checksum and copies on a GPU, beside the largest copies of the same card.
+    Device(device::DeviceArgs),
     /// A client process of `replay`.
     #[command(name = "__worker", hide = true)]
     Worker(replay::WorkerArgs),
+    /// The other process of `device`.
+    #[command(name = "__gpu-peer", hide = true)]
+    Peer(device::PeerArgs),
 }
 
 fn main() -> ExitCode {
@@ -39,6 +44,8 @@ fn main() -> ExitCode {
         Command::Replay(args) => replay::run(&args),
         Command::Sim(args) => sim::run(&args),
         Command::Tiers(args) => tiers::run(&args),
+        Command::Device(args) => device::run(&args),
+        Command::Peer(args) => device::run_peer(&args),
         Command::Worker(args) => replay::run_worker(&args),
     };
     result.unwrap_or_else(|error| {

@@ -30,6 +30,7 @@ fn args(trace: PathBuf, policy: &str, capacity_blocks: Option<u64>) -> sim::SimA
         host_bytes: 1 << 30,
         device_bytes: None,
         nvme_bytes: None,
+        clients: 1,
         requests: None,
         json: false,
     }

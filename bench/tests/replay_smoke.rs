@@ -84,6 +84,49 @@ fn a_replay_hits_what_the_simulator_hits() {
 }
 
 #[test]
+fn a_replay_with_gpu_memory_hits_what_the_simulator_hits() {
+    let folder = folder();
+    let trace = trace(folder.path());
+    let trace = trace.to_str().unwrap();
+    let library = fakecuda::library();
+    let gpu = ["--device-library", library.to_str().unwrap(), "--device-share"];
+    let sizes = [
+        "--requests",
+        "200",
+        "--block-bytes",
+        "64KiB",
+        "--device-bytes",
+        "8MiB",
+        "--host-bytes",
+        "16MiB",
+        "--nvme-bytes",
+        "64MiB",
+    ];
+    let sim = bench(&[&["sim", "--trace", trace, "--json"][..], &sizes].concat());
+    clean(&sim, 200);
+    let tiers = ["blocks_hit_device", "blocks_hit_host", "blocks_hit_nvme"];
+    let hits = |object: &Value| tiers.map(|tier| number(object, tier));
+    assert!(hits(&sim).into_iter().all(|hits| hits > 50), "{sim}");
+    for share in ["legacy", "vmm"] {
+        let store = folder.path().join(share);
+        let store = ["--store", store.to_str().unwrap()];
+        // With one client the order of requests is the simulator's.
+        let replay = ["replay", "--trace", trace, "--clients", "1", "--json"];
+        let replay = bench(&[&replay[..], &store, &gpu, &[share], &sizes].concat());
+        clean(&replay, 200);
+        assert!(replay["gpu"].as_str().unwrap().starts_with("Fake"), "{replay}");
+        assert_eq!(number(&replay, "blocks_verified"), hits(&replay).iter().sum::<u64>());
+        // In tiers this small, what is in host RAM and what only on nvme depends on when the disk
+        // was done, so these two are taken together.
+        let both = |[device, host, nvme]: [u64; 3]| [device, host + nvme];
+        for (replayed, simulated) in both(hits(&replay)).into_iter().zip(both(hits(&sim))) {
+            let ratio = replayed as f64 / simulated as f64;
+            assert!((ratio - 1.0).abs() < 0.05, "{:?}, simulated {:?}", hits(&replay), hits(&sim));
+        }
+    }
+}
+
+#[test]
 fn a_killed_daemon_finds_its_blocks_again() {
     let folder = folder();
     let trace = trace(folder.path());

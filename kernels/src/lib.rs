@@ -12,6 +12,7 @@
 //! - `driver` (feature `cuda`): the only calls of the CUDA driver.
 //! - `launch` (feature `cuda`): the kernels as functions, with grids sized to the device.
 //! - `nvrtc` (feature `nvrtc`): the same kernels, compiled at run time for the GPU at hand.
+//! - `yardstick` (feature `cuda`): both of them timed on memory of their own, for benchmarks.
 //!
 //! Blocks in a client's host memory are not gathered here: that memory may only be reached through
 //! checked copies of a mapping that another process writes to (`tiers::io::Region`).
@@ -26,3 +27,5 @@ pub mod launch;
 #[cfg(feature = "nvrtc")]
 pub mod nvrtc;
 pub mod twin;
+#[cfg(feature = "cuda")]
+pub mod yardstick;

@@ -7,6 +7,7 @@
 
 mod gate;
 mod kill;
+mod region;
 mod source;
 mod totals;
 mod wire;
@@ -22,8 +23,10 @@ use std::{
 
 use anyhow::{Context, bail};
 use clap::Args;
+use kvtide_client::{ClientConfig, blocking::Client};
 
 pub use kill::Kill;
+pub use region::{DriverArgs, Share};
 pub use totals::Totals;
 pub(crate) use totals::histogram;
 pub(crate) use worker::bench_namespace;
@@ -46,6 +49,13 @@ pub struct ReplayArgs {
     /// Bytes of a block.
     #[arg(long, default_value = "64KiB", value_parser = parse_bytes)]
     pub block_bytes: u64,
+    /// Capacity of the pool of each GPU. The clients' regions lie in memory of the first GPU then.
+    /// Default: no GPU, and regions in host memory.
+    #[arg(long, value_parser = parse_bytes)]
+    pub device_bytes: Option<u64>,
+    /// How the GPU is reached.
+    #[command(flatten)]
+    pub driver: DriverArgs,
     /// Capacity of the host tier.
     #[arg(long, default_value = "1GiB", value_parser = parse_bytes)]
     pub host_bytes: u64,
@@ -120,15 +130,18 @@ pub fn replay(args: &ReplayArgs) -> anyhow::Result<Totals> {
         host_bytes: args.host_bytes,
         nvme_bytes: args.nvme_bytes,
         block_bytes_min: args.block_bytes,
+        device: args.device_bytes.map(|bytes| (bytes, args.driver.device_library.clone())),
         fault: args.fault_rate.map(|rate| (rate, args.fault_seed)),
     };
     let (mut daemon, start) = Daemon::start(spec)?;
+    let gpu = args.device_bytes.map(|bytes| gpu_in_use(&daemon, bytes)).transpose()?;
     if !args.json {
         say(&format!(
-            "daemon in {} ({}), ready after {} ms; host {}, nvme {}, blocks of {}, {} clients",
+            "daemon in {} ({}), ready after {} ms; {}host {}, nvme {}, blocks of {}, {} clients",
             scratch.path().display(),
             scratch.kind(),
             start.as_millis(),
+            gpu.as_ref().map_or(String::new(), |gpu| format!("pool on {gpu}, ")),
             show_bytes(args.host_bytes),
             show_bytes(args.nvme_bytes),
             show_bytes(args.block_bytes),
@@ -138,12 +151,32 @@ pub fn replay(args: &ReplayArgs) -> anyhow::Result<Totals> {
     let workers: Vec<Worker> =
         (0..args.clients).map(|at| Worker::start(args, &daemon, at)).collect::<Result<_, _>>()?;
     let mut totals = Totals::new(args.block_bytes, start, scratch.kind());
+    totals.gpu = gpu;
     coordinate(args, &mut daemon, source, workers, &mut totals)?;
     totals.daemon_memory = crate::process::memory(daemon.pid()).unwrap_or_default();
     totals.ask_daemon(&daemon);
     totals.stop_ms = u64::try_from(daemon.stop()?.as_millis()).unwrap_or(u64::MAX);
     totals.daemon_cpu_s = daemon.cpu_seconds();
     Ok(totals)
+}
+
+/// What the daemon says of its GPUs.
+///
+/// # Errors
+/// It has none in use, or one without the pool: then a replay would count other things.
+fn gpu_in_use(daemon: &Daemon, pool_bytes: u64) -> anyhow::Result<String> {
+    let status = Client::connect(ClientConfig::new(daemon.spec().socket()))?.status()?;
+    if status.devices.is_empty() {
+        bail!("the daemon uses no GPU: {}", status.device);
+    }
+    let words = status.devices.iter().map(|gpu| match &gpu.off {
+        Some(why) => bail!("the daemon does not use {} ({}): {why}", gpu.name, gpu.uuid),
+        None if gpu.pool_bytes < pool_bytes => {
+            bail!("the pool on {} has {}", gpu.name, show_bytes(gpu.pool_bytes))
+        }
+        None => Ok(format!("{} ({}, driver {})", gpu.name, show_bytes(gpu.pool_bytes), gpu.driver)),
+    });
+    Ok(words.collect::<anyhow::Result<Vec<_>>>()?.join(" and "))
 }
 
 /// What a pump tells the coordinator.
@@ -259,7 +292,14 @@ struct Worker {
 
 impl Worker {
     fn start(args: &ReplayArgs, daemon: &Daemon, number: u32) -> anyhow::Result<Worker> {
-        let mut child = this_program("__worker")?
+        let mut command = this_program("__worker")?;
+        if args.device_bytes.is_some() {
+            command.args(["--gpu", args.driver.device_share.name()]);
+            if let Some(library) = &args.driver.device_library {
+                command.arg("--device-library").arg(library);
+            }
+        }
+        let mut child = command
             .arg("--socket")
             .arg(daemon.spec().socket())
             .args(["--block-bytes", &args.block_bytes.to_string()])

@@ -23,6 +23,9 @@ use crate::{
 /// longest pause), so a call that finds it away until then is no failure.
 const RECONNECT_MAX: Duration = Duration::from_secs(5);
 
+/// The row of hits in GPU memory, which only a replay with a GPU has.
+const GPU_HITS: &str = "  hit in GPU memory";
+
 /// Everything counted in one replay.
 #[derive(Debug)]
 pub struct Totals {
@@ -45,6 +48,8 @@ pub struct Totals {
     pub(super) daemon_cpu_s: f64,
     pub(super) daemon_memory: Memory,
     pub(super) stop_ms: u64,
+    /// What the daemon says of its GPUs, where it uses one.
+    pub(super) gpu: Option<String>,
     /// The daemon's counters at the end of each of its lives.
     lives: Vec<CatalogStats>,
     status: Vec<String>,
@@ -86,6 +91,7 @@ impl Totals {
             daemon_cpu_s: 0.0,
             daemon_memory: Memory::default(),
             stop_ms: 0,
+            gpu: None,
             lives: Vec::new(),
             status: Vec::new(),
         }
@@ -234,12 +240,16 @@ impl Totals {
         count(&mut table, "requests", summary.requests, format!("{:.1} s", summary.seconds));
         count(&mut table, "blocks asked for", blocks, String::new());
         let hits = [
+            (GPU_HITS, summary.blocks_hit_device),
             ("  hit in host RAM", summary.blocks_hit_host),
             ("  hit on nvme", summary.blocks_hit_nvme),
             ("  hit in all", summary.blocks_hit()),
             ("  missed", summary.blocks_missed),
         ];
         for (name, hit) in hits {
+            if self.gpu.is_none() && name == GPU_HITS {
+                continue;
+            }
             count(&mut table, name, hit, show_ratio(hit, blocks));
         }
         for (reason, missed) in &self.missed {
@@ -370,6 +380,7 @@ impl Totals {
             "daemon_stop_ms": self.stop_ms,
             "file_system": self.file_system,
             "daemon_io": self.status,
+            "gpu": self.gpu,
             "daemon": self.daemon_counts(),
             "catalog": self.lives.last(),
             "kills": self.kills,

@@ -12,12 +12,15 @@ use anyhow::Context;
 use clap::Args;
 use kvtide_client::{
     BlockKey, CallError, ClientConfig, ClientError, ElementType, KvLayout, LoadBlock, Lookup,
-    Model, Namespace, NamespaceHandle, NamespaceSpec, Outcome, RankScope, RegionHandle,
-    RegionLayout, RejectReason, StoreBlock, Ticket, Tier, blocking::Client,
+    Model, Namespace, NamespaceHandle, NamespaceSpec, Outcome, RankScope, RegionLayout,
+    RejectReason, StoreBlock, Ticket, Tier, blocking::Client,
 };
 use kvtide_tiers::catalog::Limit;
 
-use super::wire::{Done, Job};
+use super::{
+    region::{Region, Share, choose_driver},
+    wire::{Done, Job},
+};
 use crate::payload::Payload;
 
 /// Places in a worker's region; a longer path is moved in parts.
@@ -49,6 +52,12 @@ pub struct WorkerArgs {
     /// Number of the worker.
     #[arg(long)]
     number: u32,
+    /// The region lies in GPU memory that is shared in this way.
+    #[arg(long, value_enum)]
+    gpu: Option<Share>,
+    /// The driver's library.
+    #[arg(long)]
+    device_library: Option<PathBuf>,
 }
 
 /// The namespace of all bench blocks of this size.
@@ -94,7 +103,9 @@ pub fn run_worker(args: &WorkerArgs) -> anyhow::Result<ExitCode> {
 struct Worker {
     client: Client,
     namespace: NamespaceHandle,
-    region: RegionHandle,
+    region: Region,
+    /// Where the region lies, when not in host memory.
+    share: Option<Share>,
     layout: RegionLayout,
     payload: Payload,
     /// One block.
@@ -120,11 +131,13 @@ impl Worker {
         let namespace = client.open_namespace(&bench_namespace(args.block_bytes))?;
         let places = (REGION_BYTES_MAX / args.block_bytes).clamp(1, u64::from(PLACES));
         let layout = RegionLayout::opaque(u32::try_from(places)?, args.block_bytes);
-        let region = client.create_region(layout.clone())?;
+        choose_driver(args.device_library.as_deref())?;
+        let share = args.gpu;
+        let region = Region::make(&client, &layout, share)?;
         let buffer = vec![0; usize::try_from(args.block_bytes)?];
         let conversation = u64::from(args.number) + 1;
         let payload = Payload::new();
-        Ok(Worker { client, namespace, region, layout, payload, buffer, conversation })
+        Ok(Worker { client, namespace, region, share, layout, payload, buffer, conversation })
     }
 
     fn run(&mut self, job: &Job) -> Done {
@@ -318,9 +331,15 @@ impl Worker {
             Ok(_) | Err(_) => {
                 done.failures += 1;
                 done.say(format!("a {what} did not end within {} s", 2 * WAIT.as_secs()));
-                match self.client.create_region(self.layout.clone()) {
+                match Region::make(&self.client, &self.layout, self.share) {
                     Ok(region) => self.region = region,
-                    Err(error) => self.failed(&error, "new region", done),
+                    Err(error) => match error.downcast_ref() {
+                        Some(error) => self.failed(error, "new region", done),
+                        None => {
+                            done.failures += 1;
+                            done.say(format!("new region: {error:#}"));
+                        }
+                    },
                 }
                 None
             }
@@ -331,7 +350,7 @@ impl Worker {
     /// until the daemon's end of the stream was read, with a killed daemon a matter of moments.
     fn settled(&self) -> bool {
         let until = Instant::now() + WAIT;
-        while !self.region.places_in_doubt().is_empty() {
+        while self.region.in_doubt() {
             if Instant::now() >= until {
                 return false;
             }

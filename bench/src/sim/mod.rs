@@ -8,6 +8,7 @@
 mod core;
 
 use std::{
+    collections::VecDeque,
     path::PathBuf,
     process::ExitCode,
     time::{Duration, Instant},
@@ -56,6 +57,11 @@ pub struct SimArgs {
     /// Capacity of the nvme tier. Default: none.
     #[arg(long, value_parser = parse_bytes)]
     pub nvme_bytes: Option<u64>,
+    /// Requests under way at a time, as with so many clients of `replay` that take turns: a request
+    /// stores what it lacked after the next ones, one fewer than there are clients, have loaded.
+    #[arg(long, default_value_t = 1, conflicts_with = "capacity_blocks",
+          value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub clients: u32,
     /// End after so many requests.
     #[arg(long)]
     pub requests: Option<u64>,
@@ -112,19 +118,26 @@ pub fn simulate(args: &SimArgs) -> anyhow::Result<SimResult> {
     let started = Instant::now();
     let mut shown = started;
     let mut result = SimResult::default();
+    let mut under_way = VecDeque::new();
     while result.summary.requests < total {
         let Some(request) = reader.next_request()? else { break };
         if args.capacity_blocks.is_some() {
             one_tier(&mut core, &request, &mut result)?;
         } else {
             core.advance(REQUEST_US);
-            tiers(&mut core, &request, &mut result)?;
+            under_way.push_back(load(&mut core, &request, &mut result)?);
+            if under_way.len() >= args.clients as usize {
+                store(&mut core, under_way.pop_front(), &mut result)?;
+            }
         }
         result.summary.requests += 1;
         if shown.elapsed() > Duration::from_millis(200) {
             shown = Instant::now();
             progress.set(result.summary.requests);
         }
+    }
+    while !under_way.is_empty() {
+        store(&mut core, under_way.pop_front(), &mut result)?;
     }
     progress.end();
     result.summary.seconds = started.elapsed().as_secs_f64();
@@ -171,8 +184,11 @@ fn one_tier(core: &mut Core, request: &TraceRequest, result: &mut SimResult) -> 
     core.touch(keys.get(..open).unwrap_or(&[]))
 }
 
-/// The calls of a client: look up with a lease, load what is there, store the rest, release.
-fn tiers(core: &mut Core, request: &TraceRequest, result: &mut SimResult) -> anyhow::Result<()> {
+/// What a request has loaded: its keys, and which of them came.
+type Loaded = (Vec<BlockKey>, Vec<bool>);
+
+/// The calls of a client: look up with a lease, load what is there, release; then [`store`].
+fn load(core: &mut Core, request: &TraceRequest, result: &mut SimResult) -> anyhow::Result<Loaded> {
     let keys = keys(request);
     let loaded = core.load(&keys)?;
     let summary = &mut result.summary;
@@ -180,7 +196,14 @@ fn tiers(core: &mut Core, request: &TraceRequest, result: &mut SimResult) -> any
     summary.blocks_hit_host += loaded.host;
     summary.blocks_hit_nvme += loaded.nvme;
     summary.blocks_missed += keys.len() as u64 - loaded.blocks();
-    result.not_stored += core.store_rest(&keys, &loaded.came)?;
+    Ok((keys, loaded.came))
+}
+
+/// Stores what a request lacked.
+fn store(core: &mut Core, done: Option<Loaded>, result: &mut SimResult) -> anyhow::Result<()> {
+    if let Some((keys, came)) = done {
+        result.not_stored += core.store_rest(&keys, &came)?;
+    }
     Ok(())
 }
 
@@ -218,6 +241,7 @@ fn json(args: &SimArgs, result: &SimResult) -> serde_json::Value {
     let mut object = json!(result.summary);
     let more = json!({
         "policy": args.policy,
+        "clients": args.clients,
         "capacity_blocks": args.capacity_blocks,
         "block_references": result.summary.blocks(),
         "blocks_hit": result.summary.blocks_hit(),

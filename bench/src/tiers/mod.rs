@@ -115,6 +115,7 @@ pub fn run(args: &TiersArgs) -> anyhow::Result<ExitCode> {
         host_bytes: sizes.host_bytes,
         nvme_bytes: sizes.nvme_bytes,
         block_bytes_min: sizes.block_bytes,
+        device: None,
         fault: None,
     };
     let (mut daemon, _) = Daemon::start(spec)?;
