@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+pub use kvtide_daemon::units::{bytes as show_bytes, count as show_count};
+
 /// Parses a size: a whole number with an optional unit (`KiB`, `MiB`, `GiB`, `TiB`, or `kB`, `MB`,
 /// `GB`, `TB`), such as `64KiB`. `0` is refused.
 ///
@@ -55,31 +57,6 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
     Ok(Duration::from_micros((ms * 1_000.0) as u64))
 }
 
-/// A size for people: `1.50 GiB`.
-pub fn show_bytes(bytes: u64) -> String {
-    let mut value = bytes as f64;
-    for unit in ["B", "KiB", "MiB", "GiB"] {
-        if value < 1024.0 {
-            return if unit == "B" { format!("{bytes} B") } else { format!("{value:.2} {unit}") };
-        }
-        value /= 1024.0;
-    }
-    format!("{value:.2} TiB")
-}
-
-/// A count with its thousands apart: `288,500`.
-pub fn show_count(count: u64) -> String {
-    let digits = count.to_string();
-    let mut out = String::with_capacity(digits.len() + digits.len() / 3);
-    for (at, digit) in digits.chars().enumerate() {
-        if at > 0 && (digits.len() - at).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(digit);
-    }
-    out
-}
-
 /// Microseconds for people: `870 us`, `1.25 ms`, `3.10 s`.
 pub fn show_micros(us: u64) -> String {
     match us {
@@ -117,7 +94,7 @@ mod tests {
 
     #[test]
     fn numbers_are_shown_for_people() {
-        assert_eq!(show_bytes(1_610_612_736), "1.50 GiB");
+        assert_eq!(show_bytes(1_610_612_736), "1.5 GiB");
         assert_eq!(show_bytes(12), "12 B");
         assert_eq!(show_count(288_500), "288,500");
         assert_eq!(show_count(500), "500");

@@ -23,5 +23,6 @@ pub mod service;
 pub mod session;
 pub mod status;
 pub mod touches;
+pub mod units;
 
 pub use run::run_daemon;

@@ -11,7 +11,7 @@ use super::error::CliError;
 use super::namespaces;
 use super::out::Out;
 use super::remote::Remote;
-use super::table::{count, span};
+use crate::units::{count, span};
 
 #[derive(Serialize)]
 struct Forgotten {

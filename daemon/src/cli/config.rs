@@ -8,8 +8,9 @@ use serde::Serialize;
 use super::args::ConfigWhat;
 use super::error::CliError;
 use super::out::Out;
-use super::table::{Align, Table, bytes, count, span};
+use super::table::{Align, Table};
 use crate::config::{Args, Config, ConfigError, MetricsAddress, NvmeIo};
+use crate::units::{bytes, count, span};
 
 #[derive(Serialize)]
 struct Setting {

@@ -8,7 +8,8 @@ use kvtide_tiers::segment::{FsckOptions, FsckReport, Problem, SegmentState, fsck
 use super::args::Fsck;
 use super::error::CliError;
 use super::out::Out;
-use super::table::{Align, Table, bytes, count, pairs};
+use super::table::{Align, Table, pairs};
+use crate::units::{bytes, count};
 
 pub(crate) fn run(args: &Fsck, out: Out) -> Result<(), CliError> {
     let options = FsckOptions { verify_payloads: args.payloads, ..FsckOptions::default() };

@@ -13,7 +13,8 @@ use super::error::CliError;
 use super::namespaces;
 use super::out::Out;
 use super::remote::Remote;
-use super::table::{Align, Table, bytes, count, span};
+use super::table::{Align, Table};
+use crate::units::{bytes, count, span};
 
 /// Sums over some of the blocks.
 #[derive(Serialize, Default, Clone, Debug, PartialEq)]

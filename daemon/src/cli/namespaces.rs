@@ -10,7 +10,8 @@ use super::args::Explain;
 use super::error::CliError;
 use super::out::Out;
 use super::remote::Remote;
-use super::table::{Align, Table, hex};
+use super::table::{Align, Table};
+use crate::units::hex;
 
 /// The namespace that `name` means: its number, or the first digits of its fingerprint.
 pub(crate) fn find<'a>(

@@ -11,7 +11,8 @@ use super::ls::now_s;
 use super::namespaces;
 use super::out::Out;
 use super::remote::Remote;
-use super::table::{bytes, count, pairs, span};
+use super::table::pairs;
+use crate::units::{bytes, count, span};
 
 #[derive(Serialize)]
 struct Shown {

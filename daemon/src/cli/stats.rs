@@ -9,7 +9,8 @@ use super::args::Stats;
 use super::error::CliError;
 use super::out::{Out, print};
 use super::remote::Remote;
-use super::table::{Align, Table, bytes, count, pairs, percent};
+use super::table::{Align, Table, pairs};
+use crate::units::{bytes, count, percent};
 
 pub(crate) fn run(args: &Stats, remote: &Remote, out: Out) -> Result<(), CliError> {
     let first = remote.stats()?;

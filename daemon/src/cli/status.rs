@@ -9,7 +9,8 @@ use serde::Serialize;
 use super::error::CliError;
 use super::out::Out;
 use super::remote::Remote;
-use super::table::{Align, Table, bytes, count, pairs, percent, span};
+use super::table::{Align, Table, pairs};
+use crate::units::{bytes, count, percent, span};
 
 #[derive(Serialize)]
 struct Status {

@@ -27,7 +27,7 @@ use self::wire::{Turn, TurnDone};
 use super::args::Demo;
 use super::error::CliError;
 use super::out::{Out, print};
-use super::table::bytes;
+use crate::units::bytes;
 
 /// RAM of the demo's daemon: less than the conversations need, so that NVMe is really used.
 const HOST_BYTES: u64 = 64 << 20;

@@ -6,7 +6,8 @@ use serde::Serialize;
 
 use super::script;
 use super::wire::TurnDone;
-use crate::cli::table::{Align, Table, bytes, count, pairs, percent, span};
+use crate::cli::table::{Align, Table, pairs};
+use crate::units::{bytes, count, percent, span};
 
 /// The speed of prefill that the last lines of the summary assume, tokens a second.
 const PREFILL_TOKENS_S: u64 = 5_000;
