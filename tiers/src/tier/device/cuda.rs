@@ -6,7 +6,8 @@
 //!
 //! Invariants:
 //! 1. A lane owns its batch, and with it the guards of the host slots, before anything of it is
-//!    queued, and until its event was reached or its stream was seen to be done.
+//!    queued, and until its event was reached, its stream was seen to be done, or the driver has
+//!    said that the whole context is dead. Otherwise it keeps it for ever.
 //! 2. A region's mapping is given up only after its last batch has ended, by the worker's order.
 //! 3. Everything that a kernel is given lies in the pool, in the lane's own memory, or in a region
 //!    whose layout was checked against the size of its mapping; `start` checks each move again.
@@ -421,15 +422,16 @@ impl Gpu for CudaGpu {
         ready.inspect_err(|error| self.lose(error))
     }
 
-    fn start(&mut self, batch: Batch) -> Result<BatchId, (GpuError, Batch)> {
+    fn start(&mut self, batch: Batch) -> Result<BatchId, (GpuError, Option<Batch>)> {
         if let Err(error) = self.check(&batch) {
-            return Err((error, batch));
+            return Err((error, Some(batch)));
         }
         let region = batch.region().and_then(|region| self.regions.get(&region));
         let region = region.map(|opened| opened.pool);
         let id = BatchId(self.next());
         let Some(lane) = self.lanes.iter_mut().find(|lane| lane.is_free()) else {
-            return Err((GpuError::Failed("every lane has a batch under way".to_owned()), batch));
+            let why = "every lane has a batch under way".to_owned();
+            return Err((GpuError::Failed(why), Some(batch)));
         };
         let places = plan::Places {
             pool: self.pool.address(),
@@ -446,14 +448,18 @@ impl Gpu for CudaGpu {
         }
     }
 
-    fn finished(&mut self, done: &mut Vec<BatchDone>) {
+    fn finished(&mut self, done: &mut Vec<BatchDone>) -> Result<(), GpuError> {
         for lane in &mut self.lanes {
-            if let Some((ended, error)) = lane.finished() {
-                done.push(ended);
-                if let Some(error) = error.filter(GpuError::is_lost) {
-                    self.lost.get_or_insert(error);
-                }
+            let Some((ended, error)) = lane.finished()? else { continue };
+            done.push(ended);
+            if let Some(error) = error.filter(GpuError::is_lost) {
+                self.lost.get_or_insert(error);
             }
         }
+        Ok(())
+    }
+
+    fn surrender(&mut self) -> Vec<Batch> {
+        self.lanes.iter_mut().filter_map(Lane::surrender).collect()
     }
 }

@@ -338,10 +338,10 @@ impl Gpu for MemoryGpu {
         Ok(!self.inner.faults().never_ready)
     }
 
-    fn start(&mut self, batch: Batch) -> Result<BatchId, (GpuError, Batch)> {
+    fn start(&mut self, batch: Batch) -> Result<BatchId, (GpuError, Option<Batch>)> {
         self.inner.wait_while(|faults| faults.stalled);
         if let Err(error) = self.check(&batch) {
-            return Err((error, batch));
+            return Err((error, Some(batch)));
         }
         let mut faults = self.inner.faults();
         let panics = std::mem::take(&mut faults.panics);
@@ -350,7 +350,7 @@ impl Gpu for MemoryGpu {
         drop(faults);
         assert!(!panics, "a planned panic");
         if let Some(error) = refused {
-            return Err((error, batch));
+            return Err((error, Some(batch)));
         }
         let id = BatchId(self.next());
         self.inner.batches.fetch_add(1, Ordering::SeqCst);
@@ -358,7 +358,7 @@ impl Gpu for MemoryGpu {
         Ok(id)
     }
 
-    fn finished(&mut self, done: &mut Vec<BatchDone>) {
+    fn finished(&mut self, done: &mut Vec<BatchDone>) -> Result<(), GpuError> {
         while let Some((_, ends, _)) = self.under_way.front()
             && *ends <= Instant::now()
             && let Some((id, _, mut batch)) = self.under_way.pop_front()
@@ -373,5 +373,10 @@ impl Gpu for MemoryGpu {
             };
             done.push(BatchDone { id, batch, results });
         }
+        Ok(())
+    }
+
+    fn surrender(&mut self) -> Vec<Batch> {
+        self.under_way.drain(..).map(|(_, _, batch)| batch).collect()
     }
 }
