@@ -112,9 +112,43 @@ fn a_lost_gpu_answers_everything_at_once() {
     harness.close(RegionId(77));
     assert_eq!(harness.maker.control.batches(), batches);
     assert_eq!(harness.worker.jobs(), 0);
-    // What is leaked is not freed behind anybody's back.
-    assert_eq!(harness.maker.control.mapped(), 1);
     assert!(harness.answers.is_empty());
+}
+
+#[test]
+fn a_loss_gives_back_the_slots_and_the_memory_of_engines() {
+    let (mut harness, region) = start();
+    let _idle = harness.region(&RegionLayout::opaque(8, 50_000), 2);
+    harness.maker.control.set_closes_hang(true);
+    harness.maker.control.set_delay(Duration::from_secs(2));
+    harness.maker.control.fail_end(0, lost());
+    for index in 0..4 {
+        let slot = harness.host_write(index, 50_000);
+        let job = harness.gather_job(&region, index, GatherTo::Host(slot));
+        harness.worker.try_send(job).unwrap();
+        // So that there are several batches, and the loss finds some under way.
+        eventually("a batch", || harness.worker.health().batches == index as usize + 1);
+    }
+    let mut answered = 0;
+    while answered < 4 {
+        match harness.answer() {
+            DeviceDone::Lost { .. } => {}
+            DeviceDone::Gathered { op, result } => {
+                assert_eq!(result, Err(lost()));
+                // Free when the answer comes, and not some time after.
+                drop(harness.host_write(op as u32 - 1, 50_000));
+                answered += 1;
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    // The driver may hang in closing; nobody waits for it.
+    harness.close(region.id);
+    assert_eq!(harness.maker.control.mapped(), 2);
+    eventually("closes under way", || harness.worker.health().closing == 2);
+    harness.maker.control.set_closes_hang(false);
+    eventually("the memory of the engines is free", || harness.maker.control.mapped() == 0);
+    assert!(harness.worker.stop(SOON));
 }
 
 /// Has the owner thread stuck in starting a batch: a gather of place 0 to host slot 0.

@@ -54,7 +54,7 @@ use crossbeam::channel::{self, Receiver, Sender};
 pub use gpu::{
     BATCH_MOVES_MAX, Batch, BatchDone, BatchId, Closing, DemoteMove, GatherMove, Gpu, GpuError,
     GpuInfo, GpuRegion, MoveTo, OpenMemory, OpenRegion, RegionShape, ScatterFrom, ScatterMove,
-    check_lent, check_slot,
+    Surrendered, check_lent, check_slot,
 };
 pub use memory::{MemoryGpu, MemoryGpuControl, MemoryGpuOptions};
 

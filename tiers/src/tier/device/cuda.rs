@@ -38,7 +38,7 @@ use lane::Lane;
 use super::DeviceOff;
 use super::gpu::{
     Batch, BatchDone, BatchId, Closing, Gpu, GpuError, GpuInfo, GpuRegion, OpenMemory, OpenRegion,
-    RegionShape,
+    RegionShape, Surrendered,
 };
 use crate::block::{GpuUuid, RegionLayout, page_ceil};
 use crate::io::Arena;
@@ -410,8 +410,7 @@ impl Gpu for CudaGpu {
     }
 
     fn close(&mut self, region: GpuRegion) -> Option<Closing> {
-        let opened = self.regions.remove(&region)?;
-        Some(Box::new(move || drop(opened)))
+        self.regions.remove(&region).map(closing_of)
     }
 
     fn is_ready(&mut self, region: GpuRegion, event: u32) -> Result<bool, GpuError> {
@@ -459,7 +458,15 @@ impl Gpu for CudaGpu {
         Ok(())
     }
 
-    fn surrender(&mut self) -> Vec<Batch> {
-        self.lanes.iter_mut().filter_map(Lane::surrender).collect()
+    fn surrender(&mut self) -> Surrendered {
+        let regions = std::mem::take(&mut self.regions).into_iter();
+        Surrendered {
+            batches: self.lanes.iter_mut().filter_map(Lane::surrender).collect(),
+            regions: regions.map(|(id, opened)| (id, closing_of(opened))).collect(),
+        }
     }
+}
+
+fn closing_of(opened: OpenedRegion) -> Closing {
+    Box::new(move || drop(opened))
 }

@@ -430,10 +430,19 @@ pub trait Gpu: Send {
     /// When it cannot be told whether a batch has ended. It stays with the GPU, which is lost.
     fn finished(&mut self, done: &mut Vec<BatchDone>) -> Result<(), GpuError>;
 
-    /// Gives back all batches, ended or not. Asked once, after one of the other methods has said
+    /// Gives back all that it has. Asked once, after one of the other methods has said
     /// [`GpuError::Lost`] as the result of a job, which is the proof that nothing of this GPU runs
     /// any more. Asks the driver nothing.
-    fn surrender(&mut self) -> Vec<Batch>;
+    fn surrender(&mut self) -> Surrendered;
+}
+
+/// What a lost GPU gives back.
+#[derive(Default)]
+pub struct Surrendered {
+    /// All batches, ended or not.
+    pub batches: Vec<Batch>,
+    /// What closes the mapping of each region. The driver may refuse, or hang.
+    pub regions: Vec<(GpuRegion, Closing)>,
 }
 
 /// Why a job failed.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::gpu::{
     Batch, BatchDone, BatchId, Closing, DemoteMove, GatherMove, Gpu, GpuError, GpuInfo, GpuRegion,
-    MoveTo, OpenMemory, OpenRegion, RegionShape, ScatterFrom, ScatterMove,
+    MoveTo, OpenMemory, OpenRegion, RegionShape, ScatterFrom, ScatterMove, Surrendered,
 };
 use crate::block::{GpuUuid, Sum128};
 use crate::catalog::SlotId;
@@ -152,6 +152,15 @@ impl Drop for Mapped {
 struct OpenedRegion {
     mapped: Mapped,
     shape: RegionShape,
+}
+
+impl OpenedRegion {
+    fn closing(self) -> Closing {
+        Box::new(move || {
+            self.mapped.inner.wait_while(|faults| faults.closes_hang);
+            drop(self);
+        })
+    }
 }
 
 /// The GPU in memory.
@@ -322,11 +331,7 @@ impl Gpu for MemoryGpu {
     }
 
     fn close(&mut self, region: GpuRegion) -> Option<Closing> {
-        let opened = self.regions.remove(&region)?;
-        Some(Box::new(move || {
-            opened.mapped.inner.wait_while(|faults| faults.closes_hang);
-            drop(opened);
-        }))
+        self.regions.remove(&region).map(OpenedRegion::closing)
     }
 
     fn is_ready(&mut self, region: GpuRegion, event: u32) -> Result<bool, GpuError> {
@@ -376,7 +381,11 @@ impl Gpu for MemoryGpu {
         Ok(())
     }
 
-    fn surrender(&mut self) -> Vec<Batch> {
-        self.under_way.drain(..).map(|(_, _, batch)| batch).collect()
+    fn surrender(&mut self) -> Surrendered {
+        let regions = std::mem::take(&mut self.regions).into_iter();
+        Surrendered {
+            batches: self.under_way.drain(..).map(|(_, _, batch)| batch).collect(),
+            regions: regions.map(|(id, opened)| (id, opened.closing())).collect(),
+        }
     }
 }

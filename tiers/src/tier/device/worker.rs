@@ -15,8 +15,8 @@ use crossbeam::channel::{Receiver, RecvTimeoutError, TryRecvError};
 
 use super::answers::Ticket;
 use super::gpu::{
-    BATCH_MOVES_MAX, BatchDone, BatchId, DemoteMove, GatherMove, Gpu, GpuError, GpuInfo, GpuRegion,
-    MoveTo, OpenRegion, RegionShape, ScatterMove,
+    BATCH_MOVES_MAX, BatchDone, BatchId, Closing, DemoteMove, GatherMove, Gpu, GpuError, GpuInfo,
+    GpuRegion, MoveTo, OpenRegion, RegionShape, ScatterMove, Surrendered,
 };
 use super::reaper::Reaper;
 use super::work::{Kind, Work, batch_of};
@@ -547,14 +547,36 @@ impl Worker {
             return;
         }
         self.announce(&error);
-        let Ok(batches) = self.call(|gpu| gpu.surrender()) else { return };
+        let Ok(Surrendered { batches, regions }) = self.call(|gpu| gpu.surrender()) else { return };
         drop(batches);
         for (_, batch) in std::mem::take(&mut self.under_way) {
             for ticket in batch.tickets {
                 self.answer(ticket, Err(error.clone()));
             }
         }
+        self.reap_lost(regions);
         self.give_up(&error);
+    }
+
+    /// Hands the mappings of a lost GPU to the reaper: the memory of an engine that has ended goes
+    /// back only with them, as far as the driver still does it. Nobody waits for that.
+    fn reap_lost(&mut self, mut mappings: Vec<(GpuRegion, Closing)>) {
+        let mut closings = Vec::new();
+        for (region, state) in &mut self.regions {
+            let RegionState::Open { gpu, closing, .. } = state else { continue };
+            let Some(at) = mappings.iter().position(|(other, _)| other == gpu) else { continue };
+            let (_, close) = mappings.swap_remove(at);
+            let closing = closing.take();
+            if self.reaper.close(*region, close, None) {
+                *state = RegionState::Reaping;
+            }
+            closings.push(closing);
+        }
+        // What the worker does not know of (an open that failed in between) is leaked.
+        std::mem::forget(mappings);
+        for closing in closings {
+            self.answer_close(closing);
+        }
     }
 
     /// The GPU is lost, and may still be at work. What was begun is never answered.
