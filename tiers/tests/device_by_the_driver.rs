@@ -234,6 +234,15 @@ fn an_import_that_fails() {
         assert!(refused.to_string().contains(want), "{faults}: {refused}");
         fakecuda::inject("");
     }
+    // Undoing what was done hangs: nobody waits for that.
+    for undo in ["cuMemRelease=hang", "cuMemAddressFree=hang", "cuMemFree_v2=hang"] {
+        fakecuda::inject(&format!("cuMemMap=invalid_value,{undo}"));
+        let refused = harness.try_open(memory.share(), BYTES, layout()).unwrap_err();
+        assert!(refused.to_string().contains("refused"), "{undo}: {refused}");
+        assert_eq!(harness.compare(&first, 0), Ok(Sum128::of(&first.payload(0))), "{undo}");
+        assert_eq!(harness.worker.health().busy_since, None, "{undo}");
+        fakecuda::inject("");
+    }
     let OpenMemory::Vmm { fd, .. } = memory.share() else { panic!() };
     // A size that is not the allocation's.
     let wrong = OpenMemory::Vmm { fd, allocation_bytes: 64 << 20, offset: 0 };

@@ -40,4 +40,4 @@ pub use memory::{
 };
 pub use module::{Function, Module};
 pub use stream::{BATCH_COPIES_MAX, Copy, Event, Stream};
-pub use vmm::{ImportedVmm, VmmBuffer, export_fd_of};
+pub use vmm::{FailedImport, ImportedVmm, VmmBuffer, export_fd_of};

@@ -46,7 +46,7 @@ use crate::io::Arena;
 /// The largest staging memory of a lane that is taken without being asked for.
 const STAGING_BYTES_MAX: u64 = 64 << 20;
 
-/// Failed imports whose mappings are being closed at most; more are leaked.
+/// Failed openings that are being undone at most; more are leaked.
 const DISCARDS_MAX: usize = 16;
 
 /// Which GPU.
@@ -138,9 +138,23 @@ type Mapping = Box<dyn Send>;
 struct OpenedRegion {
     shape: RegionShape,
     pool: Pool,
+    parts: Opening,
+}
+
+/// What there is of a region that is being opened. Dropping it can hang in the driver, so that of an
+/// opening that fails is discarded on a thread made for that.
+#[derive(Default)]
+struct Opening {
     events: Vec<Event>,
-    _planes: DeviceBuffer,
-    _mapping: Mapping,
+    planes: Option<DeviceBuffer>,
+    /// Also what is left of an import that failed.
+    mapping: Option<Mapping>,
+}
+
+impl Opening {
+    fn is_empty(&self) -> bool {
+        self.events.is_empty() && self.planes.is_none() && self.mapping.is_none()
+    }
 }
 
 /// The arena, registered with the driver for all GPUs of the process.
@@ -277,8 +291,20 @@ impl CudaGpu {
         batch.check(opened.map(|opened| &opened.shape), &self.info)
     }
 
-    /// Puts a layout into device memory.
-    fn upload(&self, layout: &RegionLayout) -> Result<(DeviceBuffer, u32), CudaError> {
+    /// Makes all of a region, and says what a batch needs of it. Also on failure `parts` has what
+    /// was made.
+    fn open_parts(&self, region: OpenRegion, parts: &mut Opening) -> Result<Pool, GpuError> {
+        let payload_bytes = region.layout.block_bytes();
+        let (planes, plane_count) = self.upload(&region.layout, parts).map_err(error_of)?;
+        for handle in &region.events {
+            parts.events.push(Event::open(&self.context, handle.0).map_err(refusal_of)?);
+        }
+        let region = self.import(region.memory, region.bytes, parts)?;
+        Ok(Pool { region, planes, plane_count, payload_bytes })
+    }
+
+    /// Puts a layout into device memory, and says where and how many planes it has.
+    fn upload(&self, layout: &RegionLayout, parts: &mut Opening) -> Result<(u64, u32), CudaError> {
         let mut planes: Vec<PlaneEntry> = layout
             .planes
             .iter()
@@ -295,37 +321,40 @@ impl CudaGpu {
         abi::lay_out(&mut planes);
         let bytes = abi::as_bytes(&planes);
         let buffer = DeviceBuffer::alloc(&self.context, bytes.len() as u64)?;
+        let address = parts.planes.insert(buffer).address();
         // SAFETY: both ranges are `bytes.len()` long and live until the stream was seen to be done
         // below; nobody else has their addresses.
-        let copied = unsafe {
-            self.control.copy_to_device(buffer.address(), bytes.as_ptr(), bytes.len() as u64)
-        };
+        let copied =
+            unsafe { self.control.copy_to_device(address, bytes.as_ptr(), bytes.len() as u64) };
         self.control.synchronize()?;
         copied?;
-        Ok((buffer, planes.len() as u32))
+        Ok((address, planes.len() as u32))
     }
 
     /// Maps a region's memory, and says where the region starts.
-    fn import(&self, memory: OpenMemory, bytes: u64) -> Result<(Mapping, u64), GpuError> {
+    fn import(&self, memory: OpenMemory, bytes: u64, parts: &mut Opening) -> Result<u64, GpuError> {
         match memory {
             OpenMemory::Ipc { handle, offset } => {
                 let import = ImportedIpc::open(&self.context, handle.0).map_err(refusal_of)?;
                 let start = import.address();
-                match check_range(start, offset, bytes) {
-                    Ok(address) => Ok((Box::new(import), address)),
-                    Err(error) => {
-                        self.discard(Box::new(import));
-                        Err(error)
-                    }
-                }
+                parts.mapping = Some(Box::new(import));
+                check_range(start, offset, bytes)
             }
             OpenMemory::Vmm { fd, allocation_bytes, offset } => {
                 // The driver maps exactly the allocation; `OpenRegion::check` has compared the
                 // region with `allocation_bytes`.
-                let import = ImportedVmm::open(&self.context, fd, allocation_bytes);
-                let import = import.map_err(refusal_of)?;
-                let address = import.address() + offset;
-                Ok((Box::new(import), address))
+                match ImportedVmm::import(&self.context, fd, allocation_bytes) {
+                    Ok(import) => {
+                        let address = import.address() + offset;
+                        parts.mapping = Some(Box::new(import));
+                        Ok(address)
+                    }
+                    Err(failed) => {
+                        let error = failed.error;
+                        parts.mapping = Some(Box::new(failed));
+                        Err(refusal_of(error))
+                    }
+                }
             }
             OpenMemory::Shared(_) => {
                 let why = "host memory is not registered as a GPU region".to_owned();
@@ -334,17 +363,20 @@ impl CudaGpu {
         }
     }
 
-    /// Closes a mapping that turned out to be of no use, on a thread made for it.
-    fn discard(&self, mapping: Mapping) {
+    /// Undoes an opening that has failed, on a thread made for it.
+    fn discard(&self, parts: Opening) {
+        if parts.is_empty() {
+            return;
+        }
         let discards = Arc::clone(&self.discards);
         if discards.fetch_add(1, Ordering::Relaxed) >= DISCARDS_MAX {
             discards.fetch_sub(1, Ordering::Relaxed);
             tracing::error!(gpu = %self.info.uuid, "a refused GPU mapping is leaked");
-            return std::mem::forget(mapping);
+            return std::mem::forget(parts);
         }
-        let mapping = std::mem::ManuallyDrop::new(mapping);
+        let parts = std::mem::ManuallyDrop::new(parts);
         let close = move || {
-            drop(std::mem::ManuallyDrop::into_inner(mapping));
+            drop(std::mem::ManuallyDrop::into_inner(parts));
             discards.fetch_sub(1, Ordering::Relaxed);
         };
         let thread = std::thread::Builder::new().name("kvtide-gpu-drop".into()).spawn(close);
@@ -389,21 +421,16 @@ impl Gpu for CudaGpu {
     fn open(&mut self, region: OpenRegion) -> Result<GpuRegion, GpuError> {
         self.check_lost()?;
         let shape = region.check(&self.info)?;
-        let opened = (|| {
-            let (planes, plane_count) = self.upload(&region.layout).map_err(error_of)?;
-            let events = region.events.iter().map(|handle| Event::open(&self.context, handle.0));
-            let events = events.collect::<Result<Vec<Event>, CudaError>>().map_err(refusal_of)?;
-            // Last, because closing it again can hang.
-            let (mapping, address) = self.import(region.memory, region.bytes)?;
-            let pool = Pool {
-                region: address,
-                planes: planes.address(),
-                plane_count,
-                payload_bytes: shape.block_bytes,
-            };
-            Ok(OpenedRegion { shape, pool, events, _planes: planes, _mapping: mapping })
-        })();
-        let opened = opened.inspect_err(|error| self.lose(error))?;
+        let mut parts = Opening::default();
+        let pool = match self.open_parts(region, &mut parts) {
+            Ok(pool) => pool,
+            Err(error) => {
+                self.discard(parts);
+                self.lose(&error);
+                return Err(error);
+            }
+        };
+        let opened = OpenedRegion { shape, pool, parts };
         let id = GpuRegion(self.next());
         self.regions.insert(id, opened);
         Ok(id)
@@ -416,7 +443,7 @@ impl Gpu for CudaGpu {
     fn is_ready(&mut self, region: GpuRegion, event: u32) -> Result<bool, GpuError> {
         self.check_lost()?;
         let opened = self.regions.get(&region).ok_or(GpuError::Closed)?;
-        let event = opened.events.get(event as usize).ok_or(GpuError::Event)?;
+        let event = opened.parts.events.get(event as usize).ok_or(GpuError::Event)?;
         let ready = event.is_done().map_err(error_of);
         ready.inspect_err(|error| self.lose(error))
     }
