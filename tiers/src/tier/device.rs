@@ -83,11 +83,19 @@ pub struct DeviceOptions {
     pub batch_timeout: Duration,
     /// How long one call of the driver may take before the GPU is taken for lost. Default: 30 s.
     pub call_timeout: Duration,
-    /// How long the start waits for the GPU to be opened; registering host memory takes about 0.1 s
-    /// per GiB. Default: 180 s.
+    /// How long the start waits for the GPU to be opened. Default: 180 s; better
+    /// [`open_timeout_of`](DeviceOptions::open_timeout_of) the arena.
     pub open_timeout: Duration,
     /// How long dropping the worker waits for its threads. Default: 5 s.
     pub stop_timeout: Duration,
+}
+
+impl DeviceOptions {
+    /// How long opening a GPU may take with so large an arena: 60 s, and 1 s per GiB. Registering
+    /// takes about 0.1 s per GiB, and pages that were never touched are faulted in.
+    pub fn open_timeout_of(arena_bytes: u64) -> Duration {
+        Duration::from_secs(60 + arena_bytes.div_ceil(1 << 30))
+    }
 }
 
 impl Default for DeviceOptions {

@@ -19,21 +19,23 @@
 mod engine;
 mod lane;
 mod plan;
+mod registered;
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use kvtide_kernels::abi::{self, PlaneEntry};
 use kvtide_kernels::driver::{
-    Context, CudaError, DeviceBuffer, DeviceInfo, Driver, Event, HostRegistration, ImportedIpc,
-    ImportedVmm, REGISTRATION_BYTES_MAX, Stream, Unavailable, address_range, use_library,
+    Context, CudaError, DeviceBuffer, DeviceInfo, Driver, Event, ImportedIpc, ImportedVmm, Stream,
+    Unavailable, address_range, use_library,
 };
 use kvtide_kernels::launch::{Kernels, Pool};
 
 pub use engine::{EngineMemory, EngineMemoryKind};
 use lane::Lane;
+use registered::Registered;
 
 use super::DeviceOff;
 use super::gpu::{
@@ -157,44 +159,6 @@ impl Opening {
     }
 }
 
-/// The arena, registered with the driver for all GPUs of the process.
-struct Registered {
-    // Dropped before the memory.
-    _registration: HostRegistration,
-    _arena: Arc<Arena>,
-    base: u64,
-}
-
-/// Registrations of this process. The driver refuses to register memory twice.
-static REGISTERED: Mutex<Vec<Weak<Registered>>> = Mutex::new(Vec::new());
-
-impl Registered {
-    fn of(context: &Context, arena: &Arc<Arena>) -> Result<Arc<Registered>, CudaError> {
-        let mut all = REGISTERED.lock().unwrap_or_else(PoisonError::into_inner);
-        all.retain(|one| one.strong_count() > 0);
-        let base = arena.base();
-        let address = base.expose_provenance() as u64;
-        let known = all.iter().filter_map(Weak::upgrade).find(|one| one.base == address);
-        if let Some(known) = known {
-            return Ok(known);
-        }
-        // No slot may lie in two chunks, because one copy may not.
-        let slab = u64::from(arena.slab_bytes());
-        let chunk = (REGISTRATION_BYTES_MAX / slab).max(1) * slab;
-        // SAFETY: the arena's mapping is readable, writable and lives as long as the arena, of
-        // which `_arena` below holds a share for longer than the registration.
-        let registration =
-            unsafe { HostRegistration::register_in_chunks(context, base, arena.bytes(), chunk)? };
-        let registered = Arc::new(Registered {
-            _registration: registration,
-            _arena: Arc::clone(arena),
-            base: address,
-        });
-        all.push(Arc::downgrade(&registered));
-        Ok(registered)
-    }
-}
-
 /// A GPU with a pool.
 pub struct CudaGpu {
     info: GpuInfo,
@@ -254,7 +218,7 @@ impl CudaGpu {
             .map(|_| Lane::new(&context, staging_bytes))
             .collect::<Result<Vec<Lane>, CudaError>>()
             .map_err(error_of)?;
-        let host = Registered::of(&context, arena).map_err(error_of)?;
+        let host = Registered::of(&context, arena)?;
         let control = Stream::new(&context).map_err(error_of)?;
         let mut info = info_of(&driver, device);
         (info.pool_bytes, info.staging_bytes) = (pool_bytes, staging_bytes);
@@ -462,7 +426,7 @@ impl Gpu for CudaGpu {
         let places = plan::Places {
             pool: self.pool.address(),
             staging: lane.staging(),
-            host: self.host.base,
+            host: self.host.base(),
             slab_bytes: self.slab_bytes,
         };
         match lane.start(id, batch, &places, region, &self.kernels, self.batch_copies) {
