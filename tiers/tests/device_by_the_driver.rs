@@ -86,6 +86,9 @@ fn what_keeps_the_tier_off_is_one_line() {
         (("FAKECUDA_DRIVER_VERSION", "12000"), "too old"),
         (("FAKECUDA_FAULTS", "cuInit=stub"), "stub"),
         (("FAKECUDA_FAULTS", "cuInit=mismatch"), "kernel module"),
+        // Our context would keep the engine out.
+        (("FAKECUDA_COMPUTE_MODE", "3"), "compute mode EXCLUSIVE_PROCESS"),
+        (("FAKECUDA_COMPUTE_MODE", "2"), "compute mode PROHIBITED"),
     ] {
         in_a_process("off", &[environment, ("KVTIDE_TEST_WANT", want)]);
     }

@@ -31,7 +31,7 @@ mod vmm;
 /// The driver's types, generated from its header; the functions in there are never called.
 pub use cudarc::driver::sys;
 
-pub use device::{Context, DeviceInfo, Driver};
+pub use device::{ComputeMode, Context, DeviceInfo, Driver};
 pub use error::{CudaError, failed_drops};
 pub use library::{Unavailable, use_library};
 pub use memory::{

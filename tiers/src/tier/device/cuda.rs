@@ -28,8 +28,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvtide_kernels::abi::{self, PlaneEntry};
 use kvtide_kernels::driver::{
-    Context, CudaError, DeviceBuffer, DeviceInfo, Driver, Event, ImportedIpc, ImportedVmm, Stream,
-    Unavailable, address_range, use_library,
+    ComputeMode, Context, CudaError, DeviceBuffer, DeviceInfo, Driver, Event, ImportedIpc,
+    ImportedVmm, Stream, Unavailable, address_range, use_library,
 };
 use kvtide_kernels::launch::{Kernels, Pool};
 
@@ -101,7 +101,37 @@ pub(super) fn probe(library: Option<&Path>) -> Result<Vec<GpuInfo>, DeviceOff> {
     if devices.is_empty() {
         return Err(DeviceOff::Unavailable(Unavailable::NoDevice.to_string()));
     }
-    Ok(devices.iter().map(|device| info_of(&driver, device)).collect())
+    let mut off = None;
+    let mut usable = Vec::new();
+    for device in &devices {
+        match unusable(device) {
+            None => usable.push(info_of(&driver, device)),
+            Some(why) => {
+                tracing::warn!("a GPU is left out: {why}");
+                off.get_or_insert(why);
+            }
+        }
+    }
+    match off {
+        Some(why) if usable.is_empty() => Err(DeviceOff::Unavailable(why)),
+        _ => Ok(usable),
+    }
+}
+
+/// Why a GPU must be left alone, if so: a context of ours on a GPU that takes only one process
+/// would keep the engine from starting.
+fn unusable(device: &DeviceInfo) -> Option<String> {
+    let mode = match device.compute_mode {
+        ComputeMode::Default => return None,
+        ComputeMode::Exclusive => "EXCLUSIVE_PROCESS",
+        ComputeMode::Prohibited => "PROHIBITED",
+    };
+    Some(format!(
+        "{} is in compute mode {mode}, in which the daemon and an engine cannot both use it; run \
+         nvidia-smi -i {} -c DEFAULT",
+        GpuUuid(device.uuid),
+        device.pci
+    ))
 }
 
 fn driver(library: Option<&Path>) -> Result<Driver, DeviceOff> {
@@ -206,6 +236,9 @@ impl CudaGpu {
             };
             return Err(GpuError::Failed(why));
         };
+        if let Some(why) = unusable(device) {
+            return Err(GpuError::Failed(why));
+        }
         let context = Context::new(&driver, device.ordinal).map_err(error_of)?;
         context.bind().map_err(error_of)?;
         let kernels = Kernels::load(&context).map_err(error_of)?;
