@@ -67,6 +67,7 @@ fn a_case_of_its_own() {
         "off" => off(),
         "pool" => a_pool_that_does_not_fit(),
         "lost" => lost(),
+        "unproved" => an_error_after_which_nobody_knows(),
         "passes" => an_error_that_passes(),
         "import" => an_import_that_fails(),
         "hang" => a_close_that_hangs(),
@@ -184,6 +185,34 @@ fn lost() {
     assert!(matches!(late, Err(GpuError::Lost(_))));
     harness.close(region.id);
     assert!(harness.worker.stop(Duration::from_secs(5)));
+}
+
+/// The driver fails, and then says neither that the stream is done nor that the context is dead.
+#[test]
+fn a_loss_without_proof_is_not_answered_and_keeps_its_slot() {
+    for faults in [
+        "cuEventQuery=unknown,cuStreamSynchronize=unknown",
+        "cuEventRecord=unknown,cuStreamSynchronize=unknown",
+    ] {
+        in_a_process("unproved", &[("KVTIDE_TEST_FAULTS", faults)]);
+    }
+}
+
+fn an_error_after_which_nobody_knows() {
+    let (mut harness, region) = start(DeviceOptions::default());
+    let idle = harness.region(&layout(), 2);
+    fakecuda::inject(&std::env::var("KVTIDE_TEST_FAULTS").unwrap());
+    let slot = harness.host_write(0, BLOCK);
+    let job = harness.gather_job(&region, 0, GatherTo::Host(slot));
+    harness.worker.try_send(job).unwrap();
+    assert!(matches!(harness.answer(), DeviceDone::Lost { .. }));
+    fakecuda::inject("");
+    harness.worker.try_send(DeviceJob::Close { region: region.id }).unwrap();
+    harness.close(idle.id);
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(harness.answers.is_empty());
+    assert!(harness.arena.write(harness.host_slot(0), 1).is_err());
+    assert_eq!(harness.worker.jobs(), 0);
 }
 
 #[test]
