@@ -67,6 +67,7 @@ fn a_case_of_its_own() {
         "off" => off(),
         "pool" => a_pool_that_does_not_fit(),
         "lost" => lost(),
+        "unproved" => an_error_after_which_nobody_knows(),
         "passes" => an_error_that_passes(),
         "import" => an_import_that_fails(),
         "hang" => a_close_that_hangs(),
@@ -86,6 +87,9 @@ fn what_keeps_the_tier_off_is_one_line() {
         (("FAKECUDA_DRIVER_VERSION", "12000"), "too old"),
         (("FAKECUDA_FAULTS", "cuInit=stub"), "stub"),
         (("FAKECUDA_FAULTS", "cuInit=mismatch"), "kernel module"),
+        // Our context would keep the engine out.
+        (("FAKECUDA_COMPUTE_MODE", "3"), "compute mode EXCLUSIVE_PROCESS"),
+        (("FAKECUDA_COMPUTE_MODE", "2"), "compute mode PROHIBITED"),
     ] {
         in_a_process("off", &[environment, ("KVTIDE_TEST_WANT", want)]);
     }
@@ -183,6 +187,34 @@ fn lost() {
     assert!(harness.worker.stop(Duration::from_secs(5)));
 }
 
+/// The driver fails, and then says neither that the stream is done nor that the context is dead.
+#[test]
+fn a_loss_without_proof_is_not_answered_and_keeps_its_slot() {
+    for faults in [
+        "cuEventQuery=unknown,cuStreamSynchronize=unknown",
+        "cuEventRecord=unknown,cuStreamSynchronize=unknown",
+    ] {
+        in_a_process("unproved", &[("KVTIDE_TEST_FAULTS", faults)]);
+    }
+}
+
+fn an_error_after_which_nobody_knows() {
+    let (mut harness, region) = start(DeviceOptions::default());
+    let idle = harness.region(&layout(), 2);
+    fakecuda::inject(&std::env::var("KVTIDE_TEST_FAULTS").unwrap());
+    let slot = harness.host_write(0, BLOCK);
+    let job = harness.gather_job(&region, 0, GatherTo::Host(slot));
+    harness.worker.try_send(job).unwrap();
+    assert!(matches!(harness.answer(), DeviceDone::Lost { .. }));
+    fakecuda::inject("");
+    harness.worker.try_send(DeviceJob::Close { region: region.id }).unwrap();
+    harness.close(idle.id);
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(harness.answers.is_empty());
+    assert!(harness.arena.write(harness.host_slot(0), 1).is_err());
+    assert_eq!(harness.worker.jobs(), 0);
+}
+
 #[test]
 fn an_error_that_passes_fails_one_batch() {
     for faults in [
@@ -232,6 +264,15 @@ fn an_import_that_fails() {
         fakecuda::inject(faults);
         let refused = harness.try_open(memory.share(), BYTES, layout()).unwrap_err();
         assert!(refused.to_string().contains(want), "{faults}: {refused}");
+        fakecuda::inject("");
+    }
+    // Undoing what was done hangs: nobody waits for that.
+    for undo in ["cuMemRelease=hang", "cuMemAddressFree=hang", "cuMemFree_v2=hang"] {
+        fakecuda::inject(&format!("cuMemMap=invalid_value,{undo}"));
+        let refused = harness.try_open(memory.share(), BYTES, layout()).unwrap_err();
+        assert!(refused.to_string().contains("refused"), "{undo}: {refused}");
+        assert_eq!(harness.compare(&first, 0), Ok(Sum128::of(&first.payload(0))), "{undo}");
+        assert_eq!(harness.worker.health().busy_since, None, "{undo}");
         fakecuda::inject("");
     }
     let OpenMemory::Vmm { fd, .. } = memory.share() else { panic!() };
@@ -288,12 +329,14 @@ fn a_kernel_that_never_ends() {
     harness.worker.try_send(job).unwrap();
     let began = Instant::now();
     assert!(matches!(harness.answer(), DeviceDone::Lost { .. }));
-    let DeviceDone::Gathered { result, .. } = harness.answer() else { panic!() };
-    assert!(matches!(result, Err(GpuError::Lost(_))));
     assert!(began.elapsed() < Duration::from_secs(10));
     // The GPU may still write there: nobody gets the slot.
     assert!(harness.arena.write(harness.host_slot(0), 1).is_err());
     fakecuda::inject("");
+    // Also when it has done so in the end.
+    std::thread::sleep(Duration::from_millis(100));
+    assert!(harness.answers.is_empty());
+    assert!(harness.arena.write(harness.host_slot(0), 1).is_err());
 }
 
 #[test]

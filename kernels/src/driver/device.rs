@@ -32,6 +32,30 @@ pub struct DeviceInfo {
     pub compute: (u32, u32),
     /// Where it sits on the PCI bus, as `0000:17:00.0`.
     pub pci: String,
+    /// How many processes may use it.
+    pub compute_mode: ComputeMode,
+}
+
+/// How many processes may use a GPU, as `nvidia-smi -c` sets it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum ComputeMode {
+    /// As many as like.
+    Default,
+    /// One; others get no context.
+    Exclusive,
+    /// None.
+    Prohibited,
+}
+
+impl ComputeMode {
+    fn of(value: u32) -> ComputeMode {
+        match value {
+            // 1 is one thread of one process, which today's drivers do not have any more.
+            1 | 3 => ComputeMode::Exclusive,
+            2 => ComputeMode::Prohibited,
+            _ => ComputeMode::Default,
+        }
+    }
 }
 
 impl Driver {
@@ -92,6 +116,7 @@ impl Driver {
             ),
             // SAFETY: as for the name.
             pci: text(|at, bytes| unsafe { self.library.cuDeviceGetPCIBusId(at, bytes, device) })?,
+            compute_mode: ComputeMode::of(attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_MODE)?),
         })
     }
 

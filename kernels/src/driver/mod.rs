@@ -31,7 +31,7 @@ mod vmm;
 /// The driver's types, generated from its header; the functions in there are never called.
 pub use cudarc::driver::sys;
 
-pub use device::{Context, DeviceInfo, Driver};
+pub use device::{ComputeMode, Context, DeviceInfo, Driver};
 pub use error::{CudaError, failed_drops};
 pub use library::{Unavailable, use_library};
 pub use memory::{
@@ -40,4 +40,4 @@ pub use memory::{
 };
 pub use module::{Function, Module};
 pub use stream::{BATCH_COPIES_MAX, Copy, Event, Stream};
-pub use vmm::{ImportedVmm, VmmBuffer, export_fd_of};
+pub use vmm::{FailedImport, ImportedVmm, VmmBuffer, export_fd_of};

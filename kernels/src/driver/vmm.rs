@@ -60,7 +60,9 @@ impl VmmBuffer {
                 0,
             )
         }?;
-        Ok(VmmBuffer { mapping: Mapping::new(context, allocation, rounded, granularity)? })
+        let mut mapping = Mapping::of(context, allocation, rounded);
+        mapping.map(granularity)?;
+        Ok(VmmBuffer { mapping })
     }
 
     /// Its device address.
@@ -100,23 +102,21 @@ impl ImportedVmm {
     /// # Errors
     /// When it is no such descriptor, or `bytes` is not the size of the allocation.
     pub fn open(context: &Context, fd: OwnedFd, bytes: u64) -> Result<ImportedVmm, CudaError> {
-        let _entered = context.enter()?;
-        let mut allocation = Allocation { library: context.calls(), handle: 0 };
-        // The driver takes the number of the descriptor in place of a pointer.
-        let number = std::ptr::without_provenance_mut::<c_void>(
-            usize::try_from(fd.as_raw_fd()).unwrap_or(usize::MAX),
-        );
-        // SAFETY: the call writes one handle, which `Allocation` releases once, and the descriptor
-        // is open during it; the driver keeps a reference of its own.
-        unsafe {
-            context.calls().cuMemImportFromShareableHandle(
-                &raw mut allocation.handle,
-                number,
-                POSIX_FD.0,
-            )
-        }?;
-        drop(fd);
-        Ok(ImportedVmm { mapping: Mapping::new(context, allocation, bytes, 0)? })
+        ImportedVmm::import(context, fd, bytes).map_err(|failed| failed.error)
+    }
+
+    /// As [`open`](Self::open), for threads that must not hang: what an import has left behind when
+    /// it fails comes back, and is undone where that is dropped.
+    ///
+    /// # Errors
+    /// As `open`.
+    pub fn import(context: &Context, fd: OwnedFd, bytes: u64) -> Result<ImportedVmm, FailedImport> {
+        let allocation = Allocation { library: context.calls(), handle: 0 };
+        let mut mapping = Mapping::of(context, allocation, bytes);
+        match mapping.import(fd) {
+            Ok(()) => Ok(ImportedVmm { mapping }),
+            Err(error) => Err(FailedImport { error, _parts: mapping }),
+        }
     }
 
     /// Its device address in this process.
@@ -130,6 +130,15 @@ impl ImportedVmm {
     pub fn bytes(&self) -> u64 {
         self.mapping.bytes
     }
+}
+
+/// An import that failed half way. Dropping it may hang in the driver, as dropping an
+/// [`ImportedVmm`] may.
+#[derive(Debug)]
+pub struct FailedImport {
+    /// What the driver said.
+    pub error: CudaError,
+    _parts: Mapping,
 }
 
 /// A descriptor for the memory at `address`, which another allocator of this process made: it
@@ -199,38 +208,50 @@ struct Mapping {
 }
 
 impl Mapping {
-    /// Reserves, maps and allows access; what was done is undone when a later step fails.
-    fn new(
-        context: &Context,
-        allocation: Allocation,
-        bytes: u64,
-        alignment: u64,
-    ) -> Result<Mapping, CudaError> {
-        let length = size(bytes, "cuMemAddressReserve")?;
+    /// An allocation that is not mapped yet.
+    fn of(context: &Context, allocation: Allocation, bytes: u64) -> Mapping {
+        let context = context.clone();
+        Mapping { context, address: 0, bytes, reserved: false, mapped: false, allocation }
+    }
+
+    /// Takes the allocation that `fd` stands for, and maps it.
+    fn import(&mut self, fd: OwnedFd) -> Result<(), CudaError> {
+        let _entered = self.context.enter()?;
+        // The driver takes the number of the descriptor in place of a pointer.
+        let number = std::ptr::without_provenance_mut::<c_void>(
+            usize::try_from(fd.as_raw_fd()).unwrap_or(usize::MAX),
+        );
+        // SAFETY: the call writes one handle, which `Allocation` releases once, and the descriptor
+        // is open during it; the driver keeps a reference of its own.
+        unsafe {
+            self.context.calls().cuMemImportFromShareableHandle(
+                &raw mut self.allocation.handle,
+                number,
+                POSIX_FD.0,
+            )
+        }?;
+        drop(fd);
+        self.map(0)
+    }
+
+    /// Reserves, maps and allows access. Once; what was done is undone by dropping, also when a
+    /// later step fails.
+    fn map(&mut self, alignment: u64) -> Result<(), CudaError> {
+        let length = size(self.bytes, "cuMemAddressReserve")?;
         let alignment = size(alignment, "cuMemAddressReserve")?;
-        let calls = context.calls();
-        let handle = allocation.handle;
-        let mut mapping = Mapping {
-            context: context.clone(),
-            address: 0,
-            bytes,
-            reserved: false,
-            mapped: false,
-            allocation,
-        };
+        let calls = self.context.calls();
         // SAFETY: the call writes one address, which `Drop` frees once.
-        unsafe { calls.cuMemAddressReserve(&raw mut mapping.address, length, alignment, 0, 0) }?;
-        mapping.reserved = true;
+        unsafe { calls.cuMemAddressReserve(&raw mut self.address, length, alignment, 0, 0) }?;
+        self.reserved = true;
         // SAFETY: the range was reserved above and is mapped once; `Drop` unmaps it.
-        unsafe { calls.cuMemMap(mapping.address, length, 0, handle, 0) }?;
-        mapping.mapped = true;
+        unsafe { calls.cuMemMap(self.address, length, 0, self.allocation.handle, 0) }?;
+        self.mapped = true;
         let access = CUmemAccessDesc {
-            location: location(context),
+            location: location(&self.context),
             flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         };
         // SAFETY: one description is read, for the range that was mapped above.
-        unsafe { calls.cuMemSetAccess(mapping.address, length, &raw const access, 1) }?;
-        Ok(mapping)
+        unsafe { calls.cuMemSetAccess(self.address, length, &raw const access, 1) }
     }
 }
 

@@ -199,6 +199,7 @@ pub(crate) fn attribute(
         6 | 7 => 65535,
         10 => 32,
         16 => MULTIPROCESSORS,
+        20 => crate::config::config().compute_mode,
         // Unified addressing, memory pools, mapped memory, descriptors as handles.
         41 | 102 | 103 | 115 => 1,
         75 => COMPUTE.0,

@@ -23,6 +23,7 @@
 //! | `FAKECUDA_DEVICES` | devices; with 0 `cuInit` fails as a driver without a GPU does | 1 |
 //! | `FAKECUDA_MEMORY` | bytes of memory of each device, for each process | 1 GiB |
 //! | `FAKECUDA_DRIVER_VERSION` | what `cuDriverGetVersion` says | 13000 |
+//! | `FAKECUDA_COMPUTE_MODE` | compute mode of each device: 2 prohibited, 3 one process | 0 |
 //! | `FAKECUDA_JITTER_US` | longest pause before each operation of a stream, in microseconds | 0 |
 //! | `FAKECUDA_SEED` | seed of the pauses | 1 |
 //! | `FAKECUDA_FAULTS` | faults by schedule, see `fault` | none |

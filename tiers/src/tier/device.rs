@@ -9,15 +9,21 @@
 //! 1. Every job taken is answered exactly once, also when the GPU is lost, a thread panics, or a
 //!    call of the driver never returns: past [`DeviceOptions::call_timeout`] the GPU is taken for
 //!    lost. Until then [`DeviceWorker::health`] says so, and the owner's calls return at once.
-//!    Only closing a mapping may take as long as the driver likes.
-//! 2. A region's mapping is closed after the last batch that uses it has ended, and no job of it
+//!    There are two exceptions. Closing a mapping may take as long as the driver likes. And:
+//! 2. A batch under way when the GPU is lost without proof is never answered, nor is a `Close` of
+//!    its region: the GPU may still be writing to the places and slots of the batch, and an answer
+//!    would let somebody reuse them. The only proof that it has stopped is the driver's own word
+//!    that the context is dead; a batch that does not end, a call that does not return, a panic,
+//!    and a stop that runs out of time are none. With proof everything is answered.
+//! 3. A region's mapping is closed after the last batch that uses it has ended, and no job of it
 //!    starts once [`DeviceJob::Close`] was taken.
-//! 3. A host slot's guard is let go of only after the batch that uses it has ended, or after the
-//!    driver has said that the whole context is dead. When neither is ever seen (a batch that does
-//!    not end, a panic), the guard is leaked: the slot cannot be borrowed again until a restart.
-//! 4. Jobs taken and not yet answered, batches under way, and regions are bounded by
+//! 4. A host slot's guard is let go of only after the batch that uses it has ended, or after the
+//!    driver has said that the whole context is dead; and always in front of the job's answer. When
+//!    neither is ever seen, the guard is leaked, and there is no answer: the slot cannot be borrowed
+//!    again until a restart.
+//! 5. Jobs taken and not yet answered, batches under way, and regions are bounded by
 //!    [`DeviceOptions`].
-//! 5. Regions take turns, so that a client with much to do does not hold up the others.
+//! 6. Regions take turns, so that a client with much to do does not hold up the others.
 //!
 //! The states of a region:
 //! ```text
@@ -32,6 +38,7 @@ mod gpu;
 mod memory;
 mod reaper;
 mod watch;
+mod work;
 mod worker;
 
 use std::collections::VecDeque;
@@ -47,7 +54,7 @@ use crossbeam::channel::{self, Receiver, Sender};
 pub use gpu::{
     BATCH_MOVES_MAX, Batch, BatchDone, BatchId, Closing, DemoteMove, GatherMove, Gpu, GpuError,
     GpuInfo, GpuRegion, MoveTo, OpenMemory, OpenRegion, RegionShape, ScatterFrom, ScatterMove,
-    check_lent, check_slot,
+    Surrendered, check_lent, check_slot,
 };
 pub use memory::{MemoryGpu, MemoryGpuControl, MemoryGpuOptions};
 
@@ -76,11 +83,19 @@ pub struct DeviceOptions {
     pub batch_timeout: Duration,
     /// How long one call of the driver may take before the GPU is taken for lost. Default: 30 s.
     pub call_timeout: Duration,
-    /// How long the start waits for the GPU to be opened; registering host memory takes about 0.1 s
-    /// per GiB. Default: 180 s.
+    /// How long the start waits for the GPU to be opened. Default: 180 s; better
+    /// [`open_timeout_of`](DeviceOptions::open_timeout_of) the arena.
     pub open_timeout: Duration,
     /// How long dropping the worker waits for its threads. Default: 5 s.
     pub stop_timeout: Duration,
+}
+
+impl DeviceOptions {
+    /// How long opening a GPU may take with so large an arena: 60 s, and 1 s per GiB. Registering
+    /// takes about 0.1 s per GiB, and pages that were never touched are faulted in.
+    pub fn open_timeout_of(arena_bytes: u64) -> Duration {
+        Duration::from_secs(60 + arena_bytes.div_ceil(1 << 30))
+    }
 }
 
 impl Default for DeviceOptions {
@@ -98,7 +113,8 @@ impl Default for DeviceOptions {
     }
 }
 
-/// What the worker is to do. Each is answered by one [`DeviceDone`].
+/// What the worker is to do. Each is answered by one [`DeviceDone`], but for those that may be under
+/// way on a GPU that was lost without proof: see the invariants of this module.
 #[derive(Debug)]
 pub enum DeviceJob {
     /// Make a client's GPU memory usable.
@@ -180,7 +196,7 @@ pub enum GatherTo {
     Host(SlotWrite),
 }
 
-/// What became of a job. The guards of host slots that the job had are gone (see invariant 3).
+/// What became of a job. The guards of host slots that the job had are gone (see invariant 4).
 #[derive(Debug)]
 pub enum DeviceDone {
     /// Of `Open`.
@@ -190,8 +206,9 @@ pub enum DeviceDone {
         /// Whether it can be used.
         result: Result<(), GpuError>,
     },
-    /// Of `Close`: the mapping is closed, or was given up with the GPU. While the driver hangs in
-    /// closing it, there is no answer.
+    /// Of `Close`: the mapping is closed, or was given up with the GPU, and nothing of ours touches
+    /// the memory any more. While the driver hangs in closing it, there is no answer, but for that
+    /// of a worker that is stopped.
     Closed {
         /// The region.
         region: RegionId,
@@ -224,7 +241,8 @@ pub enum DeviceDone {
         /// Whether the host slot has the bytes.
         result: Result<(), GpuError>,
     },
-    /// The GPU can no longer be used, or the worker died. Every job, taken or to come, fails.
+    /// The GPU can no longer be used, or the worker died. Every job, taken or to come, fails, but for
+    /// those that may still be under way, which are not answered.
     /// Belongs to no job, and comes once, in front of the failures.
     Lost {
         /// Why.
@@ -434,7 +452,7 @@ impl DeviceWorker {
 
     /// Ends the worker: jobs not begun fail, batches under way end, all mappings are closed, the
     /// pool is freed. Blocks until then, at most `timeout`; past it the threads are left to
-    /// themselves, and what they owe is answered. Whether all ended in time.
+    /// themselves, and what was not begun is answered. Whether all ended in time.
     pub fn stop(mut self, timeout: Duration) -> bool {
         self.end(timeout)
     }

@@ -6,7 +6,8 @@
 //!
 //! Invariants:
 //! 1. A lane owns its batch, and with it the guards of the host slots, before anything of it is
-//!    queued, and until its event was reached or its stream was seen to be done.
+//!    queued, and until its event was reached, its stream was seen to be done, or the driver has
+//!    said that the whole context is dead. Otherwise it keeps it for ever.
 //! 2. A region's mapping is given up only after its last batch has ended, by the worker's order.
 //! 3. Everything that a kernel is given lies in the pool, in the lane's own memory, or in a region
 //!    whose layout was checked against the size of its mapping; `start` checks each move again.
@@ -18,26 +19,28 @@
 mod engine;
 mod lane;
 mod plan;
+mod registered;
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use kvtide_kernels::abi::{self, PlaneEntry};
 use kvtide_kernels::driver::{
-    Context, CudaError, DeviceBuffer, DeviceInfo, Driver, Event, HostRegistration, ImportedIpc,
-    ImportedVmm, REGISTRATION_BYTES_MAX, Stream, Unavailable, address_range, use_library,
+    ComputeMode, Context, CudaError, DeviceBuffer, DeviceInfo, Driver, Event, ImportedIpc,
+    ImportedVmm, Stream, Unavailable, address_range, use_library,
 };
 use kvtide_kernels::launch::{Kernels, Pool};
 
 pub use engine::{EngineMemory, EngineMemoryKind};
 use lane::Lane;
+use registered::Registered;
 
 use super::DeviceOff;
 use super::gpu::{
     Batch, BatchDone, BatchId, Closing, Gpu, GpuError, GpuInfo, GpuRegion, OpenMemory, OpenRegion,
-    RegionShape,
+    RegionShape, Surrendered,
 };
 use crate::block::{GpuUuid, RegionLayout, page_ceil};
 use crate::io::Arena;
@@ -45,7 +48,7 @@ use crate::io::Arena;
 /// The largest staging memory of a lane that is taken without being asked for.
 const STAGING_BYTES_MAX: u64 = 64 << 20;
 
-/// Failed imports whose mappings are being closed at most; more are leaked.
+/// Failed openings that are being undone at most; more are leaked.
 const DISCARDS_MAX: usize = 16;
 
 /// Which GPU.
@@ -98,7 +101,37 @@ pub(super) fn probe(library: Option<&Path>) -> Result<Vec<GpuInfo>, DeviceOff> {
     if devices.is_empty() {
         return Err(DeviceOff::Unavailable(Unavailable::NoDevice.to_string()));
     }
-    Ok(devices.iter().map(|device| info_of(&driver, device)).collect())
+    let mut off = None;
+    let mut usable = Vec::new();
+    for device in &devices {
+        match unusable(device) {
+            None => usable.push(info_of(&driver, device)),
+            Some(why) => {
+                tracing::warn!("a GPU is left out: {why}");
+                off.get_or_insert(why);
+            }
+        }
+    }
+    match off {
+        Some(why) if usable.is_empty() => Err(DeviceOff::Unavailable(why)),
+        _ => Ok(usable),
+    }
+}
+
+/// Why a GPU must be left alone, if so: a context of ours on a GPU that takes only one process
+/// would keep the engine from starting.
+fn unusable(device: &DeviceInfo) -> Option<String> {
+    let mode = match device.compute_mode {
+        ComputeMode::Default => return None,
+        ComputeMode::Exclusive => "EXCLUSIVE_PROCESS",
+        ComputeMode::Prohibited => "PROHIBITED",
+    };
+    Some(format!(
+        "{} is in compute mode {mode}, in which the daemon and an engine cannot both use it; run \
+         nvidia-smi -i {} -c DEFAULT",
+        GpuUuid(device.uuid),
+        device.pci
+    ))
 }
 
 fn driver(library: Option<&Path>) -> Result<Driver, DeviceOff> {
@@ -137,46 +170,22 @@ type Mapping = Box<dyn Send>;
 struct OpenedRegion {
     shape: RegionShape,
     pool: Pool,
+    parts: Opening,
+}
+
+/// What there is of a region that is being opened. Dropping it can hang in the driver, so that of an
+/// opening that fails is discarded on a thread made for that.
+#[derive(Default)]
+struct Opening {
     events: Vec<Event>,
-    _planes: DeviceBuffer,
-    _mapping: Mapping,
+    planes: Option<DeviceBuffer>,
+    /// Also what is left of an import that failed.
+    mapping: Option<Mapping>,
 }
 
-/// The arena, registered with the driver for all GPUs of the process.
-struct Registered {
-    // Dropped before the memory.
-    _registration: HostRegistration,
-    _arena: Arc<Arena>,
-    base: u64,
-}
-
-/// Registrations of this process. The driver refuses to register memory twice.
-static REGISTERED: Mutex<Vec<Weak<Registered>>> = Mutex::new(Vec::new());
-
-impl Registered {
-    fn of(context: &Context, arena: &Arc<Arena>) -> Result<Arc<Registered>, CudaError> {
-        let mut all = REGISTERED.lock().unwrap_or_else(PoisonError::into_inner);
-        all.retain(|one| one.strong_count() > 0);
-        let base = arena.base();
-        let address = base.expose_provenance() as u64;
-        let known = all.iter().filter_map(Weak::upgrade).find(|one| one.base == address);
-        if let Some(known) = known {
-            return Ok(known);
-        }
-        // No slot may lie in two chunks, because one copy may not.
-        let slab = u64::from(arena.slab_bytes());
-        let chunk = (REGISTRATION_BYTES_MAX / slab).max(1) * slab;
-        // SAFETY: the arena's mapping is readable, writable and lives as long as the arena, of
-        // which `_arena` below holds a share for longer than the registration.
-        let registration =
-            unsafe { HostRegistration::register_in_chunks(context, base, arena.bytes(), chunk)? };
-        let registered = Arc::new(Registered {
-            _registration: registration,
-            _arena: Arc::clone(arena),
-            base: address,
-        });
-        all.push(Arc::downgrade(&registered));
-        Ok(registered)
+impl Opening {
+    fn is_empty(&self) -> bool {
+        self.events.is_empty() && self.planes.is_none() && self.mapping.is_none()
     }
 }
 
@@ -227,6 +236,9 @@ impl CudaGpu {
             };
             return Err(GpuError::Failed(why));
         };
+        if let Some(why) = unusable(device) {
+            return Err(GpuError::Failed(why));
+        }
         let context = Context::new(&driver, device.ordinal).map_err(error_of)?;
         context.bind().map_err(error_of)?;
         let kernels = Kernels::load(&context).map_err(error_of)?;
@@ -239,7 +251,7 @@ impl CudaGpu {
             .map(|_| Lane::new(&context, staging_bytes))
             .collect::<Result<Vec<Lane>, CudaError>>()
             .map_err(error_of)?;
-        let host = Registered::of(&context, arena).map_err(error_of)?;
+        let host = Registered::of(&context, arena)?;
         let control = Stream::new(&context).map_err(error_of)?;
         let mut info = info_of(&driver, device);
         (info.pool_bytes, info.staging_bytes) = (pool_bytes, staging_bytes);
@@ -276,8 +288,20 @@ impl CudaGpu {
         batch.check(opened.map(|opened| &opened.shape), &self.info)
     }
 
-    /// Puts a layout into device memory.
-    fn upload(&self, layout: &RegionLayout) -> Result<(DeviceBuffer, u32), CudaError> {
+    /// Makes all of a region, and says what a batch needs of it. Also on failure `parts` has what
+    /// was made.
+    fn open_parts(&self, region: OpenRegion, parts: &mut Opening) -> Result<Pool, GpuError> {
+        let payload_bytes = region.layout.block_bytes();
+        let (planes, plane_count) = self.upload(&region.layout, parts).map_err(error_of)?;
+        for handle in &region.events {
+            parts.events.push(Event::open(&self.context, handle.0).map_err(refusal_of)?);
+        }
+        let region = self.import(region.memory, region.bytes, parts)?;
+        Ok(Pool { region, planes, plane_count, payload_bytes })
+    }
+
+    /// Puts a layout into device memory, and says where and how many planes it has.
+    fn upload(&self, layout: &RegionLayout, parts: &mut Opening) -> Result<(u64, u32), CudaError> {
         let mut planes: Vec<PlaneEntry> = layout
             .planes
             .iter()
@@ -294,37 +318,40 @@ impl CudaGpu {
         abi::lay_out(&mut planes);
         let bytes = abi::as_bytes(&planes);
         let buffer = DeviceBuffer::alloc(&self.context, bytes.len() as u64)?;
+        let address = parts.planes.insert(buffer).address();
         // SAFETY: both ranges are `bytes.len()` long and live until the stream was seen to be done
         // below; nobody else has their addresses.
-        let copied = unsafe {
-            self.control.copy_to_device(buffer.address(), bytes.as_ptr(), bytes.len() as u64)
-        };
+        let copied =
+            unsafe { self.control.copy_to_device(address, bytes.as_ptr(), bytes.len() as u64) };
         self.control.synchronize()?;
         copied?;
-        Ok((buffer, planes.len() as u32))
+        Ok((address, planes.len() as u32))
     }
 
     /// Maps a region's memory, and says where the region starts.
-    fn import(&self, memory: OpenMemory, bytes: u64) -> Result<(Mapping, u64), GpuError> {
+    fn import(&self, memory: OpenMemory, bytes: u64, parts: &mut Opening) -> Result<u64, GpuError> {
         match memory {
             OpenMemory::Ipc { handle, offset } => {
                 let import = ImportedIpc::open(&self.context, handle.0).map_err(refusal_of)?;
                 let start = import.address();
-                match check_range(start, offset, bytes) {
-                    Ok(address) => Ok((Box::new(import), address)),
-                    Err(error) => {
-                        self.discard(Box::new(import));
-                        Err(error)
-                    }
-                }
+                parts.mapping = Some(Box::new(import));
+                check_range(start, offset, bytes)
             }
             OpenMemory::Vmm { fd, allocation_bytes, offset } => {
                 // The driver maps exactly the allocation; `OpenRegion::check` has compared the
                 // region with `allocation_bytes`.
-                let import = ImportedVmm::open(&self.context, fd, allocation_bytes);
-                let import = import.map_err(refusal_of)?;
-                let address = import.address() + offset;
-                Ok((Box::new(import), address))
+                match ImportedVmm::import(&self.context, fd, allocation_bytes) {
+                    Ok(import) => {
+                        let address = import.address() + offset;
+                        parts.mapping = Some(Box::new(import));
+                        Ok(address)
+                    }
+                    Err(failed) => {
+                        let error = failed.error;
+                        parts.mapping = Some(Box::new(failed));
+                        Err(refusal_of(error))
+                    }
+                }
             }
             OpenMemory::Shared(_) => {
                 let why = "host memory is not registered as a GPU region".to_owned();
@@ -333,17 +360,20 @@ impl CudaGpu {
         }
     }
 
-    /// Closes a mapping that turned out to be of no use, on a thread made for it.
-    fn discard(&self, mapping: Mapping) {
+    /// Undoes an opening that has failed, on a thread made for it.
+    fn discard(&self, parts: Opening) {
+        if parts.is_empty() {
+            return;
+        }
         let discards = Arc::clone(&self.discards);
         if discards.fetch_add(1, Ordering::Relaxed) >= DISCARDS_MAX {
             discards.fetch_sub(1, Ordering::Relaxed);
             tracing::error!(gpu = %self.info.uuid, "a refused GPU mapping is leaked");
-            return std::mem::forget(mapping);
+            return std::mem::forget(parts);
         }
-        let mapping = std::mem::ManuallyDrop::new(mapping);
+        let parts = std::mem::ManuallyDrop::new(parts);
         let close = move || {
-            drop(std::mem::ManuallyDrop::into_inner(mapping));
+            drop(std::mem::ManuallyDrop::into_inner(parts));
             discards.fetch_sub(1, Ordering::Relaxed);
         };
         let thread = std::thread::Builder::new().name("kvtide-gpu-drop".into()).spawn(close);
@@ -388,53 +418,48 @@ impl Gpu for CudaGpu {
     fn open(&mut self, region: OpenRegion) -> Result<GpuRegion, GpuError> {
         self.check_lost()?;
         let shape = region.check(&self.info)?;
-        let opened = (|| {
-            let (planes, plane_count) = self.upload(&region.layout).map_err(error_of)?;
-            let events = region.events.iter().map(|handle| Event::open(&self.context, handle.0));
-            let events = events.collect::<Result<Vec<Event>, CudaError>>().map_err(refusal_of)?;
-            // Last, because closing it again can hang.
-            let (mapping, address) = self.import(region.memory, region.bytes)?;
-            let pool = Pool {
-                region: address,
-                planes: planes.address(),
-                plane_count,
-                payload_bytes: shape.block_bytes,
-            };
-            Ok(OpenedRegion { shape, pool, events, _planes: planes, _mapping: mapping })
-        })();
-        let opened = opened.inspect_err(|error| self.lose(error))?;
+        let mut parts = Opening::default();
+        let pool = match self.open_parts(region, &mut parts) {
+            Ok(pool) => pool,
+            Err(error) => {
+                self.discard(parts);
+                self.lose(&error);
+                return Err(error);
+            }
+        };
+        let opened = OpenedRegion { shape, pool, parts };
         let id = GpuRegion(self.next());
         self.regions.insert(id, opened);
         Ok(id)
     }
 
     fn close(&mut self, region: GpuRegion) -> Option<Closing> {
-        let opened = self.regions.remove(&region)?;
-        Some(Box::new(move || drop(opened)))
+        self.regions.remove(&region).map(closing_of)
     }
 
     fn is_ready(&mut self, region: GpuRegion, event: u32) -> Result<bool, GpuError> {
         self.check_lost()?;
         let opened = self.regions.get(&region).ok_or(GpuError::Closed)?;
-        let event = opened.events.get(event as usize).ok_or(GpuError::Event)?;
+        let event = opened.parts.events.get(event as usize).ok_or(GpuError::Event)?;
         let ready = event.is_done().map_err(error_of);
         ready.inspect_err(|error| self.lose(error))
     }
 
-    fn start(&mut self, batch: Batch) -> Result<BatchId, (GpuError, Batch)> {
+    fn start(&mut self, batch: Batch) -> Result<BatchId, (GpuError, Option<Batch>)> {
         if let Err(error) = self.check(&batch) {
-            return Err((error, batch));
+            return Err((error, Some(batch)));
         }
         let region = batch.region().and_then(|region| self.regions.get(&region));
         let region = region.map(|opened| opened.pool);
         let id = BatchId(self.next());
         let Some(lane) = self.lanes.iter_mut().find(|lane| lane.is_free()) else {
-            return Err((GpuError::Failed("every lane has a batch under way".to_owned()), batch));
+            let why = "every lane has a batch under way".to_owned();
+            return Err((GpuError::Failed(why), Some(batch)));
         };
         let places = plan::Places {
             pool: self.pool.address(),
             staging: lane.staging(),
-            host: self.host.base,
+            host: self.host.base(),
             slab_bytes: self.slab_bytes,
         };
         match lane.start(id, batch, &places, region, &self.kernels, self.batch_copies) {
@@ -446,14 +471,26 @@ impl Gpu for CudaGpu {
         }
     }
 
-    fn finished(&mut self, done: &mut Vec<BatchDone>) {
+    fn finished(&mut self, done: &mut Vec<BatchDone>) -> Result<(), GpuError> {
         for lane in &mut self.lanes {
-            if let Some((ended, error)) = lane.finished() {
-                done.push(ended);
-                if let Some(error) = error.filter(GpuError::is_lost) {
-                    self.lost.get_or_insert(error);
-                }
+            let Some((ended, error)) = lane.finished()? else { continue };
+            done.push(ended);
+            if let Some(error) = error.filter(GpuError::is_lost) {
+                self.lost.get_or_insert(error);
             }
         }
+        Ok(())
     }
+
+    fn surrender(&mut self) -> Surrendered {
+        let regions = std::mem::take(&mut self.regions).into_iter();
+        Surrendered {
+            batches: self.lanes.iter_mut().filter_map(Lane::surrender).collect(),
+            regions: regions.map(|(id, opened)| (id, closing_of(opened))).collect(),
+        }
+    }
+}
+
+fn closing_of(opened: OpenedRegion) -> Closing {
+    Box::new(move || drop(opened))
 }

@@ -393,6 +393,10 @@ pub struct BatchDone {
 pub type Closing = Box<dyn FnOnce() + Send>;
 
 /// A GPU with a pool. Dropping it waits for what is under way; a lost one is not dropped.
+///
+/// There are two ways to be lost. With proof, the driver itself says that the context is dead, and
+/// nothing writes to memory any more. Without, it may still: a batch that does not end, a call that
+/// does not return, a panic, or an error after which nobody knows.
 pub trait Gpu: Send {
     /// What is known of it.
     fn info(&self) -> &GpuInfo;
@@ -416,12 +420,29 @@ pub trait Gpu: Send {
     /// Queues a batch.
     ///
     /// # Errors
-    /// The batch comes back, and nothing of it is under way.
-    fn start(&mut self, batch: Batch) -> Result<BatchId, (GpuError, Batch)>;
+    /// The batch comes back, and nothing of it is under way. Without it the batch stays with the
+    /// GPU, which may be carrying it out, or do so for ever; the GPU is lost.
+    fn start(&mut self, batch: Batch) -> Result<BatchId, (GpuError, Option<Batch>)>;
 
-    /// Collects the batches that have ended. Never waits. Also asked once after the GPU was lost:
-    /// then it gives back those of whose host slots the driver is known to be done with.
-    fn finished(&mut self, done: &mut Vec<BatchDone>);
+    /// Collects the batches that have ended. Never waits.
+    ///
+    /// # Errors
+    /// When it cannot be told whether a batch has ended. It stays with the GPU, which is lost.
+    fn finished(&mut self, done: &mut Vec<BatchDone>) -> Result<(), GpuError>;
+
+    /// Gives back all that it has. Asked once, after one of the other methods has said
+    /// [`GpuError::Lost`] as the result of a job, which is the proof that nothing of this GPU runs
+    /// any more. Asks the driver nothing.
+    fn surrender(&mut self) -> Surrendered;
+}
+
+/// What a lost GPU gives back.
+#[derive(Default)]
+pub struct Surrendered {
+    /// All batches, ended or not.
+    pub batches: Vec<Batch>,
+    /// What closes the mapping of each region. The driver may refuse, or hang.
+    pub regions: Vec<(GpuRegion, Closing)>,
 }
 
 /// Why a job failed.
@@ -443,7 +464,8 @@ pub enum GpuError {
     /// The GPU has no memory left for this.
     #[error("out of GPU memory; lower the device tier's size or the engine's share")]
     OutOfMemory,
-    /// The GPU can no longer be used by this process.
+    /// The GPU can no longer be used by this process. From a [`Gpu`], as the result of a job: the
+    /// driver has said so, and nothing that was queued there runs any more.
     #[error("the GPU is lost: {0}; restart the daemon to use it again")]
     Lost(String),
     /// This job failed; others may succeed.

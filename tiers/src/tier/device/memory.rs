@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::gpu::{
     Batch, BatchDone, BatchId, Closing, DemoteMove, GatherMove, Gpu, GpuError, GpuInfo, GpuRegion,
-    MoveTo, OpenMemory, OpenRegion, RegionShape, ScatterFrom, ScatterMove,
+    MoveTo, OpenMemory, OpenRegion, RegionShape, ScatterFrom, ScatterMove, Surrendered,
 };
 use crate::block::{GpuUuid, Sum128};
 use crate::catalog::SlotId;
@@ -152,6 +152,15 @@ impl Drop for Mapped {
 struct OpenedRegion {
     mapped: Mapped,
     shape: RegionShape,
+}
+
+impl OpenedRegion {
+    fn closing(self) -> Closing {
+        Box::new(move || {
+            self.mapped.inner.wait_while(|faults| faults.closes_hang);
+            drop(self);
+        })
+    }
 }
 
 /// The GPU in memory.
@@ -322,11 +331,7 @@ impl Gpu for MemoryGpu {
     }
 
     fn close(&mut self, region: GpuRegion) -> Option<Closing> {
-        let opened = self.regions.remove(&region)?;
-        Some(Box::new(move || {
-            opened.mapped.inner.wait_while(|faults| faults.closes_hang);
-            drop(opened);
-        }))
+        self.regions.remove(&region).map(OpenedRegion::closing)
     }
 
     fn is_ready(&mut self, region: GpuRegion, event: u32) -> Result<bool, GpuError> {
@@ -338,10 +343,10 @@ impl Gpu for MemoryGpu {
         Ok(!self.inner.faults().never_ready)
     }
 
-    fn start(&mut self, batch: Batch) -> Result<BatchId, (GpuError, Batch)> {
+    fn start(&mut self, batch: Batch) -> Result<BatchId, (GpuError, Option<Batch>)> {
         self.inner.wait_while(|faults| faults.stalled);
         if let Err(error) = self.check(&batch) {
-            return Err((error, batch));
+            return Err((error, Some(batch)));
         }
         let mut faults = self.inner.faults();
         let panics = std::mem::take(&mut faults.panics);
@@ -350,7 +355,7 @@ impl Gpu for MemoryGpu {
         drop(faults);
         assert!(!panics, "a planned panic");
         if let Some(error) = refused {
-            return Err((error, batch));
+            return Err((error, Some(batch)));
         }
         let id = BatchId(self.next());
         self.inner.batches.fetch_add(1, Ordering::SeqCst);
@@ -358,7 +363,7 @@ impl Gpu for MemoryGpu {
         Ok(id)
     }
 
-    fn finished(&mut self, done: &mut Vec<BatchDone>) {
+    fn finished(&mut self, done: &mut Vec<BatchDone>) -> Result<(), GpuError> {
         while let Some((_, ends, _)) = self.under_way.front()
             && *ends <= Instant::now()
             && let Some((id, _, mut batch)) = self.under_way.pop_front()
@@ -372,6 +377,15 @@ impl Gpu for MemoryGpu {
                 None => self.execute(&mut batch),
             };
             done.push(BatchDone { id, batch, results });
+        }
+        Ok(())
+    }
+
+    fn surrender(&mut self) -> Surrendered {
+        let regions = std::mem::take(&mut self.regions).into_iter();
+        Surrendered {
+            batches: self.under_way.drain(..).map(|(_, _, batch)| batch).collect(),
+            regions: regions.map(|(id, opened)| (id, opened.closing())).collect(),
         }
     }
 }

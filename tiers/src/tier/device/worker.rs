@@ -15,10 +15,11 @@ use crossbeam::channel::{Receiver, RecvTimeoutError, TryRecvError};
 
 use super::answers::Ticket;
 use super::gpu::{
-    BATCH_MOVES_MAX, Batch, BatchDone, BatchId, DemoteMove, GatherMove, Gpu, GpuError, GpuInfo,
-    GpuRegion, MoveTo, OpenRegion, RegionShape, ScatterMove,
+    BATCH_MOVES_MAX, BatchDone, BatchId, Closing, DemoteMove, GatherMove, Gpu, GpuError, GpuInfo,
+    GpuRegion, MoveTo, OpenRegion, RegionShape, ScatterMove, Surrendered,
 };
 use super::reaper::Reaper;
+use super::work::{Kind, Work, batch_of};
 use super::{DeviceDone, DeviceJob, DeviceOptions, GatherTo, Shared};
 use crate::block::Sum128;
 use crate::catalog::RegionId;
@@ -29,44 +30,13 @@ const PAUSE_MAX: Duration = Duration::from_millis(1);
 /// How long the thread sleeps with nothing to do; a job ends it.
 const IDLE: Duration = Duration::from_secs(3600);
 
-enum Work {
-    Gather(GatherMove),
-    Scatter(ScatterMove),
-    Demote(DemoteMove),
-}
-
-impl Work {
-    fn bytes(&self) -> u64 {
-        u64::from(match self {
-            Work::Gather(one) => one.bytes,
-            Work::Scatter(one) => one.bytes,
-            Work::Demote(one) => one.bytes,
-        })
-    }
-
-    /// Whether both write the same place of a region, so that they must not be in one batch.
-    fn excludes(&self, other: &Work) -> bool {
-        match (self, other) {
-            (Work::Scatter(one), Work::Scatter(other)) => one.place == other.place,
-            _ => false,
-        }
-    }
-
-    fn check(&self, shape: Option<&RegionShape>, info: &GpuInfo) -> Result<(), GpuError> {
-        match self {
-            Work::Gather(one) => one.check(shape.ok_or(GpuError::Closed)?, info),
-            Work::Scatter(one) => one.check(shape.ok_or(GpuError::Closed)?, info),
-            Work::Demote(one) => one.check(info),
-        }
-    }
-}
-
-/// A checked job that waits.
+/// A checked job that waits. What it is to do is parked with its answer.
 struct Waiting {
     ticket: Ticket,
     after_event: Option<u32>,
     taken: Instant,
-    work: Work,
+    kind: Kind,
+    bytes: u64,
 }
 
 /// A region's queue; `None` is the one of demotions.
@@ -81,8 +51,8 @@ enum RegionState {
         /// The `Close` that was taken.
         closing: Option<Ticket>,
     },
-    /// With the reaper thread. Who waits for it.
-    Reaping { ticket: Option<Ticket> },
+    /// With the reaper thread, which answers the close.
+    Reaping,
 }
 
 struct UnderWay {
@@ -135,7 +105,7 @@ pub(super) fn run(
     // for ever.
     for _ in 0..2 {
         let Err(panic) = catch_unwind(AssertUnwindSafe(|| worker.run())) else { return };
-        worker.lose(GpuError::Lost(format!("its worker panicked: {}", message_of(&*panic))));
+        worker.lose(&GpuError::Lost(format!("its worker panicked: {}", message_of(&*panic))));
     }
 }
 
@@ -178,7 +148,7 @@ impl Worker {
                 Err(_) => self.begin_stop(),
             },
             recv(self.reaper.closed) -> region => match region {
-                Ok(region) => self.settle_close(region),
+                Ok(region) => drop(self.regions.remove(&region)),
                 // The reaper thread is gone: its panics are caught, so this is not reached.
                 Err(_) => std::thread::sleep(PAUSE_MAX),
             },
@@ -188,11 +158,7 @@ impl Worker {
     }
 
     fn take_jobs(&mut self) -> bool {
-        let mut any = false;
-        while let Ok(region) = self.reaper.closed.try_recv() {
-            self.settle_close(region);
-            any = true;
-        }
+        let mut any = self.forget_closed();
         while !self.stopping {
             match self.jobs.try_recv() {
                 Ok((ticket, job)) => {
@@ -206,25 +172,41 @@ impl Worker {
         any
     }
 
+    fn forget_closed(&mut self) -> bool {
+        let mut any = false;
+        while let Ok(region) = self.reaper.closed.try_recv() {
+            self.regions.remove(&region);
+            any = true;
+        }
+        any
+    }
+
+    /// Whether the watch has given the GPU up without this thread. Then this thread does so, too.
+    fn deposed(&mut self) -> Result<(), GpuError> {
+        let lost = self.shared.state().lost.clone();
+        match lost.filter(|_| self.lost.is_none()) {
+            Some(error) => {
+                self.lose(&error);
+                Err(error)
+            }
+            None => Ok(()),
+        }
+    }
+
     /// One call of the driver, marked while it is under way. A GPU that panics is lost. When the
-    /// watch has lost patience meanwhile, everybody was answered and the result is of no use.
+    /// watch has lost patience meanwhile, the result is of no use.
     fn call<R>(&mut self, call: impl FnOnce(&mut dyn Gpu) -> R) -> Result<R, GpuError> {
+        self.deposed()?;
         let Some(gpu) = &mut self.gpu else {
             return Err(self.lost.clone().unwrap_or(GpuError::Ended));
         };
         self.shared.state().health.busy_since = Some(Instant::now());
         let result = catch_unwind(AssertUnwindSafe(|| call(gpu.as_mut())));
-        let mut state = self.shared.state();
-        state.health.busy_since = None;
-        let deposed = state.lost.clone().filter(|_| self.lost.is_none());
-        drop(state);
-        if let Some(error) = deposed {
-            self.lose(error.clone());
-            return Err(error);
-        }
+        self.shared.state().health.busy_since = None;
+        self.deposed()?;
         result.map_err(|panic| {
             let error = GpuError::Lost(format!("its driver panicked: {}", message_of(&*panic)));
-            self.lose(error.clone());
+            self.lose(&error);
             error
         })
     }
@@ -258,9 +240,12 @@ impl Worker {
             }
         };
         let refused = self.refusal(queue, after_event, &work);
-        let waiting = Waiting { ticket, after_event, taken: Instant::now(), work };
+        let (kind, bytes) = (work.kind(), work.bytes());
+        let waiting = Waiting { ticket, after_event, taken: Instant::now(), kind, bytes };
+        // Parked first in any case: whoever answers the job lets go of its slot in front of that.
+        self.shared.answers.park(ticket, work);
         match refused {
-            Some(error) => self.refuse(waiting, error),
+            Some(error) => self.answer(ticket, Err(error)),
             None => self.queues.entry(queue).or_default().push_back(waiting),
         }
     }
@@ -286,13 +271,6 @@ impl Worker {
         work.check(shape, &self.info).err()
     }
 
-    /// Answers a job that was not begun; its guards go first.
-    fn refuse(&mut self, waiting: Waiting, error: GpuError) {
-        let Waiting { ticket, work, .. } = waiting;
-        drop(work);
-        self.answer(ticket, Err(error));
-    }
-
     fn open(&mut self, ticket: Ticket, region: RegionId, open: OpenRegion) {
         let result = self.try_open(region, open);
         let lost = result.as_ref().err().cloned();
@@ -306,6 +284,7 @@ impl Worker {
         if self.stopping {
             return Err(GpuError::Ended);
         }
+        self.forget_closed();
         if self.regions.contains_key(&region) {
             return Err(GpuError::Region("its number is in use".to_owned()));
         }
@@ -344,19 +323,10 @@ impl Worker {
     fn reap(&mut self, region: RegionId, gpu_region: GpuRegion, ticket: Option<Ticket>) {
         // Losing the GPU in this call answers what is owed for the region.
         let Ok(close) = self.call(|gpu| gpu.close(gpu_region)) else { return };
-        if close.is_some_and(|close| self.reaper.close(region, close)) {
-            self.regions.insert(region, RegionState::Reaping { ticket });
-            if let Some(ticket) = ticket {
-                self.shared.answers.uncount(ticket);
-            }
+        if close.is_some_and(|close| self.reaper.close(region, close, ticket)) {
+            self.regions.insert(region, RegionState::Reaping);
         } else {
             self.regions.remove(&region);
-            self.answer_close(ticket);
-        }
-    }
-
-    fn settle_close(&mut self, region: RegionId) {
-        if let Some(RegionState::Reaping { ticket }) = self.regions.remove(&region) {
             self.answer_close(ticket);
         }
     }
@@ -372,7 +342,7 @@ impl Worker {
         let mut any = false;
         while self.under_way.len() < most && !self.stopping {
             let Some((queue, run)) = self.next_run() else { break };
-            self.start_batch(queue, run);
+            self.start_batch(queue, &run);
             any = true;
         }
         any
@@ -400,11 +370,10 @@ impl Worker {
         let mut bytes = 0;
         let mut ready = None;
         while let Some(first) = self.queues.get(&queue).and_then(VecDeque::front) {
-            let kind = std::mem::discriminant(&first.work);
-            let same = run.last().is_none_or(|last| std::mem::discriminant(&last.work) == kind);
-            bytes += first.work.bytes();
+            let joins = run.iter().all(|before| before.kind.joins(first.kind));
+            bytes += first.bytes;
             let full = run.len() == BATCH_MOVES_MAX || bytes > self.info.staging_bytes;
-            if !same || full || run.iter().any(|before| before.work.excludes(&first.work)) {
+            if !joins || full {
                 break;
             }
             let (event, taken) = (first.after_event, first.taken);
@@ -455,9 +424,8 @@ impl Worker {
     /// Fails the first job of a queue, and says how many bytes it had.
     fn fail_first(&mut self, queue: QueueId, error: GpuError) -> u64 {
         let Some(waiting) = self.pop(queue) else { return 0 };
-        let bytes = waiting.work.bytes();
-        self.refuse(waiting, error);
-        bytes
+        self.answer(waiting.ticket, Err(error));
+        waiting.bytes
     }
 
     fn forget_queue(&mut self, queue: QueueId) {
@@ -467,8 +435,13 @@ impl Worker {
         }
     }
 
-    fn start_batch(&mut self, queue: QueueId, run: Vec<Waiting>) {
+    fn start_batch(&mut self, queue: QueueId, run: &[Waiting]) {
         let tickets: Vec<Ticket> = run.iter().map(|waiting| waiting.ticket).collect();
+        let Some(run) = self.shared.answers.begin(&tickets, queue) else {
+            // The watch was first, and has answered them.
+            drop(self.deposed());
+            return;
+        };
         let gpu_region = match queue.and_then(|region| self.regions.get_mut(&region)) {
             Some(RegionState::Open { gpu, batches, .. }) => {
                 *batches += 1;
@@ -485,11 +458,13 @@ impl Worker {
             Ok(Ok(id)) => {
                 self.under_way.insert(id, UnderWay { tickets, queue, since: Instant::now() });
             }
-            Ok(Err((error, batch))) => {
+            Ok(Err((error, Some(batch)))) => {
                 drop(batch);
                 self.end_batch(tickets, queue, vec![Err(error)]);
             }
-            Err(error) => self.end_batch(tickets, queue, vec![Err(error)]),
+            Ok(Err((error, None))) => self.lose(&error),
+            // The GPU was given up in the call, and may have begun.
+            Err(_) => {}
         }
     }
 
@@ -527,9 +502,12 @@ impl Worker {
             return false;
         }
         let mut done = Vec::new();
-        drop(self.call(|gpu| gpu.finished(&mut done)));
+        let stuck = self.call(|gpu| gpu.finished(&mut done));
         let any = !done.is_empty();
         self.settle(done);
+        if let Ok(Err(error)) = stuck {
+            self.lose(&error);
+        }
         any
     }
 
@@ -550,7 +528,7 @@ impl Worker {
         let timeout = self.options.batch_timeout;
         if self.under_way.values().any(|batch| batch.since.elapsed() > timeout) {
             let why = format!("a batch did not end within {} ms", timeout.as_millis());
-            self.lose(GpuError::Lost(why));
+            self.lose(&GpuError::Lost(why));
         }
     }
 
@@ -562,25 +540,53 @@ impl Worker {
         state.health.batch_since = self.under_way.values().map(|batch| batch.since).min();
     }
 
-    /// The GPU has said itself that it is lost. What it can still give back is taken, so that host
-    /// slots are free again.
+    /// The GPU has said itself that it is lost: nothing of it runs any more, so everybody is
+    /// answered, and the host slots of what was under way are free again.
     fn lose_in_order(&mut self, error: GpuError) {
         if self.lost.is_some() || !error.is_lost() {
             return;
         }
         self.announce(&error);
-        let mut done = Vec::new();
-        drop(self.call(|gpu| gpu.finished(&mut done)));
-        self.settle(done);
+        let Ok(Surrendered { batches, regions }) = self.call(|gpu| gpu.surrender()) else { return };
+        drop(batches);
+        for (_, batch) in std::mem::take(&mut self.under_way) {
+            for ticket in batch.tickets {
+                self.answer(ticket, Err(error.clone()));
+            }
+        }
+        self.reap_lost(regions);
         self.give_up(&error);
     }
 
-    /// The GPU cannot be trusted to say anything any more.
-    fn lose(&mut self, error: GpuError) {
-        if self.lost.is_none() {
-            self.announce(&error);
+    /// Hands the mappings of a lost GPU to the reaper: the memory of an engine that has ended goes
+    /// back only with them, as far as the driver still does it. Nobody waits for that.
+    fn reap_lost(&mut self, mut mappings: Vec<(GpuRegion, Closing)>) {
+        let mut closings = Vec::new();
+        for (region, state) in &mut self.regions {
+            let RegionState::Open { gpu, closing, .. } = state else { continue };
+            let Some(at) = mappings.iter().position(|(other, _)| other == gpu) else { continue };
+            let (_, close) = mappings.swap_remove(at);
+            let closing = closing.take();
+            if self.reaper.close(*region, close, None) {
+                *state = RegionState::Reaping;
+            }
+            closings.push(closing);
         }
-        self.give_up(&error);
+        // What the worker does not know of (an open that failed in between) is leaked.
+        std::mem::forget(mappings);
+        for closing in closings {
+            self.answer_close(closing);
+        }
+    }
+
+    /// The GPU is lost, and may still be at work. What was begun is never answered.
+    fn lose(&mut self, error: &GpuError) {
+        if self.lost.is_none() {
+            self.announce(error);
+        }
+        self.shared.answers.abandon();
+        self.under_way.clear();
+        self.give_up(error);
     }
 
     fn announce(&mut self, error: &GpuError) {
@@ -595,22 +601,15 @@ impl Worker {
         }
     }
 
-    /// Fails all that is left. Everything of the GPU is leaked, because touching it could hang, and
-    /// because the GPU may still write to the host slots of what is under way.
+    /// Fails what was not begun. The GPU is leaked, because touching it could hang.
     fn give_up(&mut self, error: &GpuError) {
         std::mem::forget(self.gpu.take());
-        for (_, batch) in std::mem::take(&mut self.under_way) {
-            for ticket in batch.tickets {
-                self.answer(ticket, Err(error.clone()));
-            }
-        }
         self.fail_waiting(error);
-        let regions = std::mem::take(&mut self.regions);
-        for (region, state) in regions {
+        for (region, state) in std::mem::take(&mut self.regions) {
             match state {
                 RegionState::Open { closing, .. } => self.answer_close(closing),
-                reaping @ RegionState::Reaping { .. } => {
-                    self.regions.insert(region, reaping);
+                RegionState::Reaping => {
+                    self.regions.insert(region, RegionState::Reaping);
                 }
             }
         }
@@ -618,7 +617,7 @@ impl Worker {
 
     fn fail_waiting(&mut self, error: &GpuError) {
         for waiting in std::mem::take(&mut self.queues).into_values().flatten() {
-            self.refuse(waiting, error.clone());
+            self.answer(waiting.ticket, Err(error.clone()));
         }
     }
 
@@ -639,7 +638,7 @@ impl Worker {
             .iter()
             .filter_map(|(region, state)| match state {
                 RegionState::Open { gpu, closing, .. } => Some((*region, *gpu, *closing)),
-                RegionState::Reaping { .. } => None,
+                RegionState::Reaping => None,
             })
             .collect();
         for (region, gpu, ticket) in open {
@@ -649,7 +648,7 @@ impl Worker {
         let until = self.shared.state().stop_by.unwrap_or_else(Instant::now);
         let reaped = loop {
             match self.reaper.closed.recv_deadline(until) {
-                Ok(region) => self.settle_close(region),
+                Ok(region) => drop(self.regions.remove(&region)),
                 Err(RecvTimeoutError::Disconnected) => break true,
                 Err(RecvTimeoutError::Timeout) => break false,
             }
@@ -662,24 +661,5 @@ impl Worker {
         }
         self.publish();
         self.shared.state().stopped = reaped;
-    }
-}
-
-fn batch_of(region: GpuRegion, run: Vec<Waiting>) -> Batch {
-    let (mut gathers, mut scatters, mut demotes) = (Vec::new(), Vec::new(), Vec::new());
-    for waiting in run {
-        match waiting.work {
-            Work::Gather(one) => gathers.push(one),
-            Work::Scatter(one) => scatters.push(one),
-            Work::Demote(one) => demotes.push(one),
-        }
-    }
-    // A run is of one kind.
-    if !gathers.is_empty() {
-        Batch::Gather { region, moves: gathers }
-    } else if !scatters.is_empty() {
-        Batch::Scatter { region, moves: scatters }
-    } else {
-        Batch::Demote { moves: demotes }
     }
 }

@@ -100,7 +100,8 @@ impl Lane {
         self.staging.address()
     }
 
-    /// Queues a batch that was checked, on a free lane.
+    /// Queues a batch that was checked, on a free lane. On failure the batch comes back unless it
+    /// may still be under way.
     pub(super) fn start(
         &mut self,
         id: BatchId,
@@ -109,7 +110,7 @@ impl Lane {
         region: Option<Pool>,
         kernels: &Kernels,
         batch_copies: bool,
-    ) -> Result<(), (GpuError, Batch)> {
+    ) -> Result<(), (GpuError, Option<Batch>)> {
         let plan = Plan::of(&batch, places);
         let scatters = matches!(batch, Batch::Scatter { .. });
         // From here on the lane owns the guards, whatever becomes of what is queued.
@@ -117,16 +118,27 @@ impl Lane {
         let queued = self.queue(&plan, scatters, region, kernels, batch_copies);
         let Err(error) = queued else { return Ok(()) };
         // Some of it may be under way.
-        let synchronized = self.stream.synchronize();
-        let batch = self.under_way.take().map(|under_way| under_way.batch);
-        let batch = batch.unwrap_or(Batch::Demote { moves: Vec::new() });
-        match synchronized {
-            Ok(()) => Err((error_of(error), batch)),
-            Err(lost) => {
-                let batch = released(batch, lost.is_sticky());
-                Err((GpuError::Lost(lost.to_string()), batch))
-            }
+        let error = self.stop().map(|lost| lost.unwrap_or_else(|| error_of(error)));
+        match error {
+            Ok(error) => Err((error, self.surrender())),
+            Err(stuck) => Err((stuck, None)),
         }
+    }
+
+    /// Waits until nothing of this lane runs. `Ok` is the proof of that: the stream is done, or the
+    /// driver has torn the context down, and says why. After any other error the GPU may still
+    /// write to the host slots.
+    fn stop(&self) -> Result<Option<GpuError>, GpuError> {
+        match self.stream.synchronize() {
+            Ok(()) => Ok(None),
+            Err(error) if error.is_sticky() => Ok(Some(error_of(error))),
+            Err(error) => Err(GpuError::Lost(error.to_string())),
+        }
+    }
+
+    /// The batch, whether it has ended or not. Only with proof that nothing of it runs.
+    pub(super) fn surrender(&mut self) -> Option<Batch> {
+        self.under_way.take().map(|under_way| under_way.batch)
     }
 
     fn queue(
@@ -219,25 +231,23 @@ impl Lane {
         unsafe { self.stream.copy_to_host(self.tables.address(FOUND_AT), from, bytes) }
     }
 
-    /// The batch, if it has ended, and what went wrong with the lane, if anything did.
-    pub(super) fn finished(&mut self) -> Option<(BatchDone, Option<GpuError>)> {
-        self.under_way.as_ref()?;
+    /// The batch, if it has ended, and what went wrong with the lane, if anything did. The batch
+    /// stays here when nobody knows.
+    pub(super) fn finished(&mut self) -> Result<Option<(BatchDone, Option<GpuError>)>, GpuError> {
+        if self.under_way.is_none() {
+            return Ok(None);
+        }
         let failed = match self.done.is_done() {
-            Ok(false) => return None,
+            Ok(false) => return Ok(None),
             Ok(true) => None,
-            Err(error) => Some(error),
+            Err(error) => Some(self.stop()?.unwrap_or_else(|| error_of(error))),
         };
-        let UnderWay { id, batch, sums } = self.under_way.take()?;
-        let Some(error) = failed else {
-            let results = self.results(&batch, &sums);
-            return Some((BatchDone { id, batch, results }, None));
+        let Some(UnderWay { id, batch, sums }) = self.under_way.take() else { return Ok(None) };
+        let results = match &failed {
+            None => self.results(&batch, &sums),
+            Some(error) => vec![Err(error.clone()); batch.len()],
         };
-        let (error, batch) = match self.stream.synchronize() {
-            Ok(()) => (error_of(error), batch),
-            Err(lost) => (GpuError::Lost(lost.to_string()), released(batch, lost.is_sticky())),
-        };
-        let results = vec![Err(error.clone()); sums.len().max(1)];
-        Some((BatchDone { id, batch, results }, Some(error)))
+        Ok(Some((BatchDone { id, batch, results }, failed)))
     }
 
     fn results(&self, batch: &Batch, sent: &[SumEntry]) -> Vec<Result<Sum128, GpuError>> {
@@ -265,25 +275,10 @@ fn verdict_of(sent: &SumEntry, found: &SumEntry, scatters: bool) -> Result<Sum12
     }
 }
 
-/// What becomes of the host slots of a batch whose stream failed. A sticky error means that the
-/// driver has torn the context down, so that nothing writes to them any more. After any other the
-/// GPU may still do so: they are never given back.
-fn released(batch: Batch, context_is_dead: bool) -> Batch {
-    if context_is_dead {
-        return batch;
-    }
-    std::mem::forget(batch);
-    Batch::Demote { moves: Vec::new() }
-}
-
 impl Drop for Lane {
     fn drop(&mut self) {
-        if let Some(UnderWay { batch, .. }) = self.under_way.take() {
-            let dead = match self.stream.synchronize() {
-                Ok(()) => true,
-                Err(error) => error.is_sticky(),
-            };
-            drop(released(batch, dead));
+        if self.under_way.is_some() && self.stop().is_err() {
+            std::mem::forget(self.under_way.take());
         }
     }
 }
