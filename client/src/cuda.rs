@@ -100,7 +100,13 @@ impl CudaPool {
     /// # Errors
     /// Memory that is not one allocation, or that cannot be shared in either way.
     pub fn adopt(context: &Context, address: u64, bytes: u64) -> Result<CudaPool, ClientError> {
-        context.bind().map_err(gpu("use the context"))?;
+        context
+            .within(|| Self::adopt_within(context, address, bytes))
+            .map_err(gpu("use the context"))?
+    }
+
+    /// As [`CudaPool::adopt`], while the context is current.
+    fn adopt_within(context: &Context, address: u64, bytes: u64) -> Result<CudaPool, ClientError> {
         let (base, allocation_bytes) =
             address_range(address).map_err(gpu("find the allocation of the address"))?;
         let offset = address.saturating_sub(base);
