@@ -270,7 +270,8 @@ impl GpuRegion {
 
     /// Takes the next event of the ring that no operation waits for. Record it on the stream
     /// whose work has to come first, then give it to [`GpuRegion::after`]. `None` when all of
-    /// them are taken, or when there is no ring: then synchronize the stream instead.
+    /// them are taken, or when there is no ring: then synchronize the stream instead. An event
+    /// that is recorded in a stream that is being captured into a CUDA graph orders nothing.
     pub fn next_event(&self) -> Option<EventMark> {
         self.memory.ring.take()
     }
