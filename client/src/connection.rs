@@ -31,8 +31,9 @@ use crate::transport::client_transport;
 /// the connection.
 const CHORES_MAX: usize = 4096;
 
-/// How long the daemon may take to close a connection that has ended on this side.
-const CLOSE_TIME: Duration = Duration::from_secs(60);
+/// After this, a connection that has ended on this side and that the daemon does not close is worth
+/// a word.
+const CLOSE_PATIENCE: Duration = Duration::from_secs(60);
 
 /// How long the daemon is asked to wait for the end of what is in doubt, milliseconds.
 const SETTLE_MS: u32 = 500;
@@ -323,7 +324,7 @@ impl Shared {
                 shared.lost(generation);
             }
             if !closed {
-                read_to_end(held, &reached, CLOSE_TIME).await;
+                read_to_end(held, &reached, CLOSE_PATIENCE).await;
             }
         });
         Ok(Link { generation, stub, welcome, notify, end })
@@ -522,9 +523,10 @@ fn at_end(stream: impl AsFd) -> io::Result<bool> {
     }
 }
 
-/// Waits until the daemon has closed a connection on which this side sends no more. When it does
-/// not within `limit`, what is in doubt on it stays so for good: its places are never used again.
-async fn read_to_end(held: OwnedFd, end: &LinkEnd, limit: Duration) {
+/// Waits until the daemon has closed a connection on which this side sends no more, however long
+/// that takes: what is in doubt on it stays so until then. Given up only when nobody asks for the
+/// end any more, which is looked at after each `patience`.
+async fn read_to_end(held: OwnedFd, end: &Arc<LinkEnd>, patience: Duration) {
     let wait = async {
         let stream = UnixStream::from_std(held.into())?;
         let read = || match at_end(&stream)? {
@@ -533,12 +535,29 @@ async fn read_to_end(held: OwnedFd, end: &LinkEnd, limit: Duration) {
         };
         stream.async_io(Interest::READABLE, read).await
     };
-    match tokio::time::timeout(limit, wait).await {
-        Ok(Ok(())) => end.reach(),
-        failed => tracing::warn!(
-            ?failed,
-            "the daemon did not close a connection that has ended; places in doubt on it stay so"
-        ),
+    let mut wait = std::pin::pin!(wait);
+    let mut told = false;
+    loop {
+        match tokio::time::timeout(patience, wait.as_mut()).await {
+            Ok(Ok(())) => return end.reach(),
+            Ok(Err(error)) => {
+                tracing::warn!(
+                    %error,
+                    "the end of a connection cannot be seen; places in doubt on it stay so"
+                );
+                return;
+            }
+            Err(_) if Arc::strong_count(end) == 1 => return,
+            Err(_) if told => {}
+            Err(_) => {
+                told = true;
+                tracing::warn!(
+                    waited_ms = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX),
+                    "the daemon has not closed a connection that has ended; places in doubt on it \
+                     stay so until it does"
+                );
+            }
+        }
     }
 }
 
@@ -714,20 +733,23 @@ mod tests {
     async fn a_connection_has_ended_only_when_the_daemon_has_closed_it() {
         let (ours, daemons) = std::os::unix::net::UnixStream::pair().unwrap();
         ours.set_nonblocking(true).unwrap();
-        let end = LinkEnd::default();
-        let short = Duration::from_millis(50);
+        let end = Arc::new(LinkEnd::default());
+        let short = Duration::from_millis(5);
         rustix::net::shutdown(&ours, rustix::net::Shutdown::Write).unwrap();
+        // Nobody asks for this end.
         read_to_end(ours.try_clone().unwrap().into(), &end, short).await;
         assert!(!end.is_reached(), "the daemon did not close it yet");
+        let asked = Arc::clone(&end);
         // Answers that were on their way are not the end, nor is a reset a failure.
         std::io::Write::write_all(&mut &daemons, &[7; 10_000]).unwrap();
         assert!(!at_end(&ours).unwrap());
         let close = async {
-            tokio::time::sleep(Duration::from_millis(20)).await;
+            // Many times what is worth a word.
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            assert!(!asked.is_reached());
             drop(daemons);
         };
-        let limit = Duration::from_secs(20);
-        tokio::join!(close, read_to_end(ours.into(), &end, limit));
-        assert!(end.is_reached());
+        tokio::join!(close, read_to_end(ours.into(), &end, short));
+        assert!(asked.is_reached());
     }
 }
