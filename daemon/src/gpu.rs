@@ -38,12 +38,6 @@ pub async fn register(
     let room = session.region_room(spec.bytes, max).map_err(CallError::Invalid)?;
     let gpu = spec.gpu;
     let region = region(session, spec)?;
-    // A layout that is finely interleaved takes up to a second.
-    let checked = tokio::task::spawn_blocking(move || {
-        check_layout(&region.layout, region.bytes).map(|()| region)
-    });
-    let stopping = |_| CallError::Internal("the daemon is stopping".to_owned());
-    let region = checked.await.map_err(stopping)??;
     let (answer, answered) = oneshot::channel();
     let registering = Registering {
         app: Arc::clone(app),
@@ -53,10 +47,18 @@ pub async fn register(
         _import: session.importing(),
     };
     let runtime = Handle::current();
-    app.node().register_gpu_region(session.id, region, move |result| {
-        // Whoever asked may be gone, also while this is on its way: then it is undone.
-        drop(answer.send(result.map(|id| registering.registered(id, runtime))));
+    // A layout that is finely interleaved takes up to a second, here and in the node.
+    let begun = tokio::task::spawn_blocking(move || {
+        check_layout(&region.layout, region.bytes)?;
+        let Registering { app, session, .. } = &registering;
+        let (app, session) = (Arc::clone(app), session.id);
+        app.node().register_gpu_region(session, region, move |result| {
+            // Whoever asked may be gone, also while this is on its way: then it is undone.
+            drop(answer.send(result.map(|id| registering.registered(id, runtime))));
+        });
+        Ok(())
     });
+    begun.await.map_err(|_| CallError::Internal("the daemon is stopping".to_owned()))??;
     match tokio::time::timeout_at(before(deadline), answered).await {
         Ok(answer) => match answer.map_err(|_| CallError::Internal(NOT_ANSWERED.to_owned()))? {
             Ok(registered) => Ok(registered.heard()),
