@@ -12,7 +12,7 @@ use kvtide_tiers::block::{
     GPU_BLOCK_BYTES_UNSUPPORTED, GPU_EVENTS_MAX, GpuMemory, GpuOrder, GpuRegionSpec, GpuUuid,
     RegionLayout,
 };
-use kvtide_tiers::catalog::RegionId;
+use kvtide_tiers::catalog::{Limit, RegionId};
 use kvtide_tiers::movement::{GpuRegion, RegionMemory, RegisterError};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
@@ -203,7 +203,14 @@ fn refused(error: RegisterError, gpu: GpuUuid, off: Option<&str>) -> CallError {
             CallError::NotFound(format!("{gpu}: the device tier is off: {why}"))
         }
         (RegisterError::Refused(why), _) => CallError::Invalid(format!("{gpu}: {why}")),
-        (other, _) => CallError::NotFound(format!("{gpu}: {other}")),
+        (error @ (RegisterError::NoSuchGpu { .. } | RegisterError::TierOff(_)), _) => {
+            CallError::NotFound(format!("{gpu}: {error}"))
+        }
+        // What passes: the client may ask again. The answer has no room for the text.
+        (other, _) => {
+            tracing::warn!(%gpu, reason = %other, "GPU memory is not imported now");
+            CallError::Busy(Limit::Regions)
+        }
     }
 }
 
