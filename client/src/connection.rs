@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use kvtide_tiers::block::RegionLayout;
 use kvtide_tiers::catalog::{LeaseId, Limit, RegionId, TicketId};
 use tarpc::client::RpcError;
 use tarpc::context::Context;
@@ -21,7 +22,8 @@ use crate::breaker::Breaker;
 use crate::config::ClientConfig;
 use crate::doubt::LinkEnd;
 use crate::error::ClientError;
-use crate::handles::{NamespaceInner, bind, bound_on};
+use crate::gpu::Imported;
+use crate::handles::{NamespaceInner, bind, bind_newer, bound_on, unbind_on};
 use crate::hello::{Answer, Hello, HelloKind, Welcome, recv_answer, send_hello};
 use crate::protocol::{CallError, DEADLINE_MAX, KvtideClient};
 use crate::region::{RegionInner, Source};
@@ -31,8 +33,9 @@ use crate::transport::client_transport;
 /// the connection.
 const CHORES_MAX: usize = 4096;
 
-/// How long the daemon may take to close a connection that has ended on this side.
-const CLOSE_TIME: Duration = Duration::from_secs(60);
+/// After this, a connection that has ended on this side and that the daemon does not close is worth
+/// a word.
+const CLOSE_PATIENCE: Duration = Duration::from_secs(60);
 
 /// How long the daemon is asked to wait for the end of what is in doubt, milliseconds.
 const SETTLE_MS: u32 = 500;
@@ -44,6 +47,16 @@ pub(crate) struct Link {
     pub(crate) welcome: Welcome,
     pub(crate) notify: OwnedFd,
     pub(crate) end: Arc<LinkEnd>,
+}
+
+/// Where a connection stands.
+pub(crate) enum LinkOf {
+    /// It is the current one.
+    Now(Arc<Link>),
+    /// It is being made.
+    NotYet,
+    /// It is no more, or about to end.
+    Over,
 }
 
 /// Counters of a client since it was made.
@@ -121,6 +134,16 @@ impl Shared {
 
     pub(crate) fn link(&self) -> Option<Arc<Link>> {
         self.state().link.clone()
+    }
+
+    /// The connection of `generation`.
+    pub(crate) fn link_of(&self, generation: u64) -> LinkOf {
+        let state = self.state();
+        match &state.link {
+            Some(link) if link.generation == generation => LinkOf::Now(Arc::clone(link)),
+            None if state.generation == generation && !state.closed => LinkOf::NotYet,
+            _ => LinkOf::Over,
+        }
     }
 
     /// Makes the task look for something to do.
@@ -323,7 +346,7 @@ impl Shared {
                 shared.lost(generation);
             }
             if !closed {
-                read_to_end(held, &reached, CLOSE_TIME).await;
+                read_to_end(held, &reached, CLOSE_PATIENCE).await;
             }
         });
         Ok(Link { generation, stub, welcome, notify, end })
@@ -376,20 +399,40 @@ impl Shared {
             }
             Source::Gpu(memory) => memory,
         };
+        self.import(link, memory, &region.layout).await
+    }
+
+    /// Registers GPU memory.
+    async fn import(
+        &self,
+        link: &Arc<Link>,
+        memory: &Imported,
+        layout: &RegionLayout,
+    ) -> Result<RegionId, ClientError> {
+        let unregistered = || ClientError::Gpu("the region was unregistered".to_owned());
+        let mut importing = memory.importing(link).ok_or_else(unregistered)?;
         let fd = match memory.descriptor() {
             Some(fd) => self.attach(link, fd.as_fd()).await?,
             None => 0,
         };
-        let spec = memory.spec(fd, &region.layout);
-        memory.importing(link);
+        if memory.is_ended() {
+            return Err(unregistered());
+        }
+        let spec = memory.spec(fd, layout);
+        importing.asked();
         let ask = |stub: KvtideClient, context| async move {
             stub.register_gpu_region(context, spec).await
         };
-        let answer = self.call(link, limit, ask).await?;
-        if answer.as_ref().is_err_and(|error| !matches!(error, CallError::Internal(_))) {
-            memory.let_go(link.generation);
+        let answer = self.call(link, self.config.call_timeout, ask).await;
+        let answer = answer.and_then(|answer| Ok(answer?));
+        match &answer {
+            Ok(_) => importing.imported(),
+            // The daemon may still be about it, and undoes it when it is done.
+            Err(ClientError::Call(CallError::Internal(_))) => {}
+            Err(ClientError::Call(_)) => importing.refused(),
+            Err(_) => {}
         }
-        Ok(answer?)
+        answer
     }
 
     /// Sends a descriptor; answers the number that the daemon gave it.
@@ -435,42 +478,50 @@ impl Shared {
 
     /// Registers GPU memory on a new connection. A GPU that is slow or stuck keeps neither the
     /// connection nor other regions waiting; until this has succeeded, what names the region
-    /// misses.
-    async fn import_again(&self, link: &Arc<Link>, region: &Weak<RegionInner>) {
-        let mut pause = self.config.backoff;
+    /// misses. A refusal may be of the moment, such as a GPU without room, and is not the last.
+    async fn import_again(self: &Arc<Self>, link: &Arc<Link>, region: &Weak<RegionInner>) {
+        let (mut pause, mut told) = (self.config.backoff, false);
         loop {
             let Some(region) = region.upgrade() else { return };
-            let ended = matches!(&region.source, Source::Gpu(memory) if memory.is_ended());
+            let Source::Gpu(memory) = &region.source else { return };
             let old = {
                 let state = self.state();
                 state.closed || state.generation != link.generation
             };
-            if ended || old {
+            if memory.is_ended() || old {
                 return;
             }
             match self.register(link, &region).await {
-                Ok(id) => return self.bind_again(link, &region, id),
+                Ok(id) => return self.bind_again(link, &region, memory, id),
                 Err(ClientError::Disconnected) => return,
-                Err(ClientError::Call(CallError::Internal(_) | CallError::Busy(_)))
-                | Err(ClientError::Deadline { .. }) => {}
-                Err(error) => {
-                    tracing::warn!(%error, "GPU memory could not be registered again; it misses");
-                    return;
-                }
+                Err(error) if told => tracing::debug!(%error, "GPU memory is still refused"),
+                Err(error) => tracing::warn!(
+                    %error,
+                    "GPU memory could not be registered again; it misses until it can"
+                ),
             }
+            told = true;
             drop(region);
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(self.config.backoff_max);
         }
     }
 
-    /// Binds a region, unless it was unregistered meanwhile: then the daemon is told.
-    fn bind_again(&self, link: &Arc<Link>, region: &RegionInner, id: RegionId) {
-        bind(&region.bound, Some((link.generation, id)));
-        let ended = matches!(&region.source, Source::Gpu(memory) if memory.is_ended());
-        if ended && let Some(id) = bound_on(&region.bound, link.generation) {
-            bind(&region.bound, None);
-            self.unregister_later(link.generation, id);
+    /// Binds a region, unless it was unregistered meanwhile: then the daemon is told, and whoever
+    /// waits for that hears of its answer.
+    fn bind_again(
+        self: &Arc<Self>,
+        link: &Link,
+        region: &RegionInner,
+        memory: &Arc<Imported>,
+        id: RegionId,
+    ) {
+        let generation = link.generation;
+        bind_newer(&region.bound, generation, id);
+        if memory.is_ended()
+            && let Some(id) = unbind_on(&region.bound, generation)
+        {
+            memory.unregister_soon((generation, id), Arc::downgrade(self));
         }
     }
 
@@ -522,9 +573,10 @@ fn at_end(stream: impl AsFd) -> io::Result<bool> {
     }
 }
 
-/// Waits until the daemon has closed a connection on which this side sends no more. When it does
-/// not within `limit`, what is in doubt on it stays so for good: its places are never used again.
-async fn read_to_end(held: OwnedFd, end: &LinkEnd, limit: Duration) {
+/// Waits until the daemon has closed a connection on which this side sends no more, however long
+/// that takes: what is in doubt on it stays so until then. Given up only when nobody asks for the
+/// end any more, which is looked at after each `patience`.
+async fn read_to_end(held: OwnedFd, end: &Arc<LinkEnd>, patience: Duration) {
     let wait = async {
         let stream = UnixStream::from_std(held.into())?;
         let read = || match at_end(&stream)? {
@@ -533,12 +585,29 @@ async fn read_to_end(held: OwnedFd, end: &LinkEnd, limit: Duration) {
         };
         stream.async_io(Interest::READABLE, read).await
     };
-    match tokio::time::timeout(limit, wait).await {
-        Ok(Ok(())) => end.reach(),
-        failed => tracing::warn!(
-            ?failed,
-            "the daemon did not close a connection that has ended; places in doubt on it stay so"
-        ),
+    let mut wait = std::pin::pin!(wait);
+    let mut told = false;
+    loop {
+        match tokio::time::timeout(patience, wait.as_mut()).await {
+            Ok(Ok(())) => return end.reach(),
+            Ok(Err(error)) => {
+                tracing::warn!(
+                    %error,
+                    "the end of a connection cannot be seen; places in doubt on it stay so"
+                );
+                return;
+            }
+            Err(_) if Arc::strong_count(end) == 1 => return,
+            Err(_) if told => {}
+            Err(_) => {
+                told = true;
+                tracing::warn!(
+                    waited_ms = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX),
+                    "the daemon has not closed a connection that has ended; places in doubt on it \
+                     stay so until it does"
+                );
+            }
+        }
     }
 }
 
@@ -714,20 +783,23 @@ mod tests {
     async fn a_connection_has_ended_only_when_the_daemon_has_closed_it() {
         let (ours, daemons) = std::os::unix::net::UnixStream::pair().unwrap();
         ours.set_nonblocking(true).unwrap();
-        let end = LinkEnd::default();
-        let short = Duration::from_millis(50);
+        let end = Arc::new(LinkEnd::default());
+        let short = Duration::from_millis(5);
         rustix::net::shutdown(&ours, rustix::net::Shutdown::Write).unwrap();
+        // Nobody asks for this end.
         read_to_end(ours.try_clone().unwrap().into(), &end, short).await;
         assert!(!end.is_reached(), "the daemon did not close it yet");
+        let asked = Arc::clone(&end);
         // Answers that were on their way are not the end, nor is a reset a failure.
         std::io::Write::write_all(&mut &daemons, &[7; 10_000]).unwrap();
         assert!(!at_end(&ours).unwrap());
         let close = async {
-            tokio::time::sleep(Duration::from_millis(20)).await;
+            // Many times what is worth a word.
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            assert!(!asked.is_reached());
             drop(daemons);
         };
-        let limit = Duration::from_secs(20);
-        tokio::join!(close, read_to_end(ours.into(), &end, limit));
-        assert!(end.is_reached());
+        tokio::join!(close, read_to_end(ours.into(), &end, short));
+        assert!(asked.is_reached());
     }
 }

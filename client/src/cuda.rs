@@ -100,7 +100,13 @@ impl CudaPool {
     /// # Errors
     /// Memory that is not one allocation, or that cannot be shared in either way.
     pub fn adopt(context: &Context, address: u64, bytes: u64) -> Result<CudaPool, ClientError> {
-        context.bind().map_err(gpu("use the context"))?;
+        context
+            .within(|| Self::adopt_within(context, address, bytes))
+            .map_err(gpu("use the context"))?
+    }
+
+    /// As [`CudaPool::adopt`], while the context is current.
+    fn adopt_within(context: &Context, address: u64, bytes: u64) -> Result<CudaPool, ClientError> {
         let (base, allocation_bytes) =
             address_range(address).map_err(gpu("find the allocation of the address"))?;
         let offset = address.saturating_sub(base);
@@ -191,18 +197,20 @@ impl CudaRegion {
     }
 
     /// Records the next free event of the ring behind what is queued in `stream` now. `None` when
-    /// all of them are taken, when there is no ring, or when the driver fails: then the stream
-    /// has to be synchronized instead.
-    pub fn record(&self, stream: &Stream) -> Option<EventMark> {
-        let mark = self.region.next_event()?;
-        let event = self.events.get(usize::try_from(mark.number()).ok()?)?;
-        match event.record(stream) {
-            Ok(()) => Some(mark),
-            Err(error) => {
-                tracing::warn!(%error, "an event of the ring cannot be recorded");
-                None
-            }
-        }
+    /// all of them are taken, or when there is no ring: then the stream has to be synchronized
+    /// instead.
+    ///
+    /// # Errors
+    /// When `stream` is being captured into a graph: an event that is recorded then becomes a node
+    /// of the graph and orders nothing. Or when the driver fails. Nothing may be asked of the
+    /// daemon on the strength of what was queued.
+    pub fn record(&self, stream: &Stream) -> Result<Option<EventMark>, ClientError> {
+        refuse_capture(stream.is_capturing())?;
+        let Some(mark) = self.region.next_event() else { return Ok(None) };
+        let event = usize::try_from(mark.number()).ok().and_then(|at| self.events.get(at));
+        let Some(event) = event else { return Ok(None) };
+        event.record(stream).map_err(gpu("record an event of the ring"))?;
+        Ok(Some(mark))
     }
 
     /// The region behind an event that was recorded.
@@ -214,9 +222,10 @@ impl CudaRegion {
     /// free, by synchronizing the stream, which blocks.
     ///
     /// # Errors
-    /// When work of the stream failed.
+    /// As [`CudaRegion::record`], also for a region without a ring: synchronizing breaks a capture.
+    /// Or when work of the stream failed.
     pub fn behind(&self, stream: &Stream) -> Result<RegionRef<'_>, ClientError> {
-        if let Some(event) = self.record(stream) {
+        if let Some(event) = self.record(stream)? {
             return Ok(self.after(event));
         }
         stream.synchronize().map_err(gpu("wait for the work of the stream"))?;
@@ -321,6 +330,33 @@ fn prepare(pool: Arc<CudaPool>, order: CudaOrder) -> Result<Prepared, ClientErro
     Ok((pool, export, events.into()))
 }
 
+fn refuse_capture(capturing: Result<bool, CudaError>) -> Result<(), ClientError> {
+    match capturing.map_err(gpu("find out whether the stream is being captured"))? {
+        false => Ok(()),
+        true => Err(ClientError::Gpu(
+            "the stream is being captured into a CUDA graph, where an event orders nothing; load \
+             and store before or after the capture, or behind a stream that does not capture"
+                .to_owned(),
+        )),
+    }
+}
+
 fn gpu(what: &str) -> impl FnOnce(CudaError) -> ClientError {
     move |error| ClientError::Gpu(format!("cannot {what}: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stream_that_is_captured_into_a_graph_is_refused() {
+        refuse_capture(Ok(false)).unwrap();
+        let captured = refuse_capture(Ok(true)).unwrap_err().to_string();
+        assert!(captured.contains("captured into a CUDA graph"), "{captured}");
+        // The legacy default stream, while another stream captures.
+        let implicit = CudaError { code: 906, call: "cuStreamIsCapturing" };
+        let implicit = refuse_capture(Err(implicit)).unwrap_err().to_string();
+        assert!(implicit.contains("being captured"), "{implicit}");
+    }
 }

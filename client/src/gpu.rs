@@ -2,14 +2,15 @@
 //! told about it, the ring of events, and when the memory may be freed. Nothing here calls CUDA;
 //! with feature `cuda`, `crate::cuda` does, on top of this.
 //!
-//! Invariants: what keeps the memory alive is dropped only after the daemon has let go of it on
-//! every connection on which it may have imported it, or when it has not said so in time; an event
-//! of the ring is not given out again while an operation that waits for it may be under way.
+//! Invariants: what keeps the memory alive is dropped only after the daemon has let go of it: it
+//! has said so for each registration, or it has closed the connection. Time ends no registration;
+//! where nobody can wait any longer, the memory is leaked. A registration of which nobody heard
+//! what became ends with its connection. An event of the ring is not given out again while an
+//! operation that waits for it may be under way.
 
 use std::any::Any;
 use std::fmt;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
@@ -19,8 +20,9 @@ use kvtide_tiers::block::{
 };
 use kvtide_tiers::catalog::RegionId;
 use tokio::runtime::Handle;
+use tokio::sync::Notify;
 
-use crate::connection::{Link, Shared};
+use crate::connection::{Link, LinkOf, Shared};
 use crate::doubt::LinkEnd;
 use crate::error::ClientError;
 use crate::protocol::KvtideClient;
@@ -96,22 +98,120 @@ impl GpuExport {
 /// Something that lives for as long as the daemon may have the memory imported.
 pub(crate) type Keep = Box<dyn Any + Send + Sync>;
 
+/// Holds what keeps the memory alive. Where nobody can wait for the daemon any longer, the memory
+/// is leaked: by CUDA's rules it must not be freed while another process has it imported.
+struct Kept {
+    // Taken when it is freed.
+    keep: Option<Keep>,
+    bytes: u64,
+}
+
+impl Kept {
+    /// The daemon has let go of the memory.
+    fn free(mut self) {
+        drop(self.keep.take());
+    }
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        if let Some(keep) = self.keep.take() {
+            std::mem::forget(keep);
+            tracing::warn!(
+                bytes = self.bytes,
+                "the client's runtime ended before the daemon had let go of GPU memory; it stays \
+                 allocated until this process ends"
+            );
+        }
+    }
+}
+
+/// On which connections the daemon may have it imported.
+#[derive(Default)]
+struct Imports {
+    /// Unregistered on purpose: not to be registered again.
+    ended: bool,
+    list: Vec<Import>,
+}
+
+/// One connection.
+struct Import {
+    generation: u64,
+    end: Arc<LinkEnd>,
+    /// Registrations that are under way, or were made and are not let go of.
+    open: u32,
+    /// Of one more, nobody heard what became; only the end of the connection tells.
+    unheard: bool,
+}
+
+impl Imports {
+    /// The end of a connection on which it may be imported, if there is any.
+    fn first_end(&mut self) -> Option<Arc<LinkEnd>> {
+        self.list.retain(|import| !import.end.is_reached());
+        self.list.first().map(|import| Arc::clone(&import.end))
+    }
+
+    /// One registration is no more, or nobody heard what became of it.
+    fn less(&mut self, generation: u64, unheard: bool) {
+        for import in self.list.iter_mut().filter(|import| import.generation == generation) {
+            import.open = import.open.saturating_sub(1);
+            import.unheard |= unheard;
+        }
+        self.list.retain(|import| import.open > 0 || import.unheard);
+    }
+}
+
+/// A registration under way. Dropped before the daemon was asked, it never was; dropped before
+/// [`Importing::imported`] or [`Importing::refused`], nobody knows what became of it.
+pub(crate) struct Importing<'a> {
+    memory: &'a Imported,
+    generation: u64,
+    asked: bool,
+    heard: bool,
+}
+
+impl Importing<'_> {
+    /// The daemon is asked now.
+    pub(crate) fn asked(&mut self) {
+        self.asked = true;
+    }
+
+    /// It is registered, until [`Imported::let_go`].
+    pub(crate) fn imported(mut self) {
+        self.heard = true;
+    }
+
+    /// The daemon did not import it.
+    pub(crate) fn refused(mut self) {
+        self.asked = false;
+    }
+}
+
+impl Drop for Importing<'_> {
+    fn drop(&mut self) {
+        if !self.heard {
+            self.memory.imports().less(self.generation, self.asked);
+            self.memory.changed.notify_waiters();
+        }
+    }
+}
+
 /// GPU memory that is registered, or about to be.
 pub(crate) struct Imported {
     export: GpuExport,
     ring: Ring,
-    /// Unregistered on purpose: not to be registered again.
-    ended: AtomicBool,
-    /// Connections on which the daemon may have imported it, as (generation, end).
-    imports: Mutex<Vec<(u64, Arc<LinkEnd>)>>,
+    imports: Mutex<Imports>,
+    /// Something in `imports` ended, other than a connection.
+    changed: Notify,
     keep: Mutex<Option<Keep>>,
     /// Where what keeps the memory alive waits for the daemon at the end.
     runtime: Handle,
-    call_timeout: Duration,
+    /// After this, a wait for the daemon is worth a word.
+    patience: Duration,
 }
 
 impl Imported {
-    fn imports(&self) -> MutexGuard<'_, Vec<(u64, Arc<LinkEnd>)>> {
+    fn imports(&self) -> MutexGuard<'_, Imports> {
         self.imports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -143,74 +243,115 @@ impl Imported {
     }
 
     pub(crate) fn is_ended(&self) -> bool {
-        self.ended.load(Ordering::Acquire)
+        self.imports().ended
     }
 
-    /// From now on the daemon may have it imported on `link`.
-    pub(crate) fn importing(&self, link: &Link) {
+    /// From now on the daemon may have it imported on `link`. `None` when it was unregistered.
+    pub(crate) fn importing(&self, link: &Link) -> Option<Importing<'_>> {
         let mut imports = self.imports();
-        imports.retain(|(_, end)| !end.is_reached());
-        if imports.iter().all(|(generation, _)| *generation != link.generation) {
-            imports.push((link.generation, Arc::clone(&link.end)));
+        if imports.ended {
+            return None;
+        }
+        let generation = link.generation;
+        let list = &mut imports.list;
+        list.retain(|import| !import.end.is_reached());
+        match list.iter_mut().find(|import| import.generation == generation) {
+            Some(import) => import.open += 1,
+            None => {
+                let end = Arc::clone(&link.end);
+                list.push(Import { generation, end, open: 1, unheard: false });
+            }
+        }
+        Some(Importing { memory: self, generation, asked: false, heard: false })
+    }
+
+    /// The daemon has let go of one registration.
+    fn let_go(&self, generation: u64) {
+        self.imports().less(generation, false);
+        self.changed.notify_waiters();
+    }
+
+    /// Waits until the daemon has let go of it everywhere.
+    async fn off(&self) {
+        loop {
+            let mut changed = std::pin::pin!(self.changed.notified());
+            changed.as_mut().enable();
+            let Some(end) = self.imports().first_end() else { return };
+            tokio::select! {
+                () = changed => {}
+                () = end.reached() => {}
+            }
         }
     }
 
-    /// The daemon has said that it has it imported no more on this connection.
-    pub(crate) fn let_go(&self, generation: u64) {
-        self.imports().retain(|(each, _)| *each != generation);
+    /// Asks the daemon to let go of one registration until it says that it has, or until the
+    /// connection is no more.
+    async fn unregister(&self, shared: &Weak<Shared>, generation: u64, region: RegionId) {
+        let mut pause = Duration::ZERO;
+        loop {
+            tokio::time::sleep(pause).await;
+            // Neither the client nor the connection is kept by one that waits.
+            let Some(shared) = shared.upgrade() else { return };
+            let config = &shared.config;
+            pause = (pause * 2).clamp(config.backoff, config.backoff_max.max(config.backoff));
+            let link = match shared.link_of(generation) {
+                LinkOf::Now(link) => link,
+                LinkOf::NotYet => continue,
+                LinkOf::Over => return,
+            };
+            let ask = |stub: KvtideClient, context| async move {
+                stub.unregister_region(context, region).await
+            };
+            if let Ok(Ok(())) = shared.call(&link, config.call_timeout, ask).await {
+                return self.let_go(generation);
+            }
+        }
+    }
+
+    /// As [`Imported::unregister`], without waiting.
+    pub(crate) fn unregister_soon(
+        self: &Arc<Self>,
+        (generation, region): (u64, RegionId),
+        shared: Weak<Shared>,
+    ) {
+        let memory = Arc::clone(self);
+        self.runtime.spawn(async move { memory.unregister(&shared, generation, region).await });
     }
 
     /// The last handle is gone: what keeps the memory alive waits for the daemon, and is dropped.
-    pub(crate) fn part(&self, bound: Option<(u64, RegionId)>, shared: Weak<Shared>) {
-        let imports = std::mem::take(&mut *self.imports());
+    pub(crate) fn part(self: &Arc<Self>, bound: Option<(u64, RegionId)>, shared: Weak<Shared>) {
         let keep = self.keep.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if imports.iter().all(|(_, end)| end.is_reached()) {
+        if self.imports().first_end().is_none() {
             return;
         }
-        let limit = self.call_timeout;
+        let bytes = self.export.bytes;
+        let (memory, kept) = (Arc::clone(self), Kept { keep, bytes });
         self.runtime.spawn(async move {
-            if !let_go(bound, imports, &shared, limit).await {
+            let off = async {
+                if let Some((generation, region)) = bound {
+                    memory.unregister(&shared, generation, region).await;
+                }
+                memory.off().await;
+            };
+            let mut off = std::pin::pin!(off);
+            if tokio::time::timeout(memory.patience, off.as_mut()).await.is_err() {
+                let waited_ms = u64::try_from(memory.patience.as_millis()).unwrap_or(u64::MAX);
                 tracing::warn!(
-                    limit_ms = limit.as_millis(),
-                    "the daemon has not said that it let go of GPU memory; it is given up anyway"
+                    bytes,
+                    waited_ms,
+                    "the daemon has not let go of GPU memory yet; it stays allocated until then"
                 );
+                off.await;
             }
-            drop(keep);
+            // The driver may wait for the GPU before it frees memory.
+            tokio::task::spawn_blocking(move || kept.free());
         });
     }
 }
 
-/// Ends the registration, and waits until the daemon has let go of the memory on every connection.
-/// `false` when it has not within `limit`.
-async fn let_go(
-    bound: Option<(u64, RegionId)>,
-    mut imports: Vec<(u64, Arc<LinkEnd>)>,
-    shared: &Weak<Shared>,
-    limit: Duration,
-) -> bool {
-    let until = tokio::time::Instant::now() + limit;
-    if let Some((generation, region)) = bound
-        && let Some(shared) = shared.upgrade()
-        && let Some(link) = shared.link().filter(|link| link.generation == generation)
-    {
-        let ask = |stub: KvtideClient, context| async move {
-            stub.unregister_region(context, region).await
-        };
-        if let Ok(Ok(())) = shared.call(&link, limit, ask).await {
-            imports.retain(|(each, _)| *each != generation);
-        }
-    }
-    let ends = async {
-        for (_, end) in &imports {
-            end.reached().await;
-        }
-    };
-    tokio::time::timeout_at(until, ends).await.is_ok()
-}
-
 /// GPU memory that the daemon has imported: a pool of places for blocks. Unregistered when the
 /// last handle is dropped; what was given to keep the memory alive is dropped when the daemon has
-/// let go of it, or when it has not said so within the client's call timeout.
+/// let go of it, however long that takes, and leaked when the client's runtime ends before.
 #[derive(Clone)]
 pub struct GpuRegion {
     pub(crate) inner: Arc<RegionInner>,
@@ -229,11 +370,11 @@ impl GpuRegion {
         let memory = Imported {
             export,
             ring,
-            ended: AtomicBool::new(false),
             imports: Mutex::default(),
+            changed: Notify::new(),
             keep: Mutex::new(Some(keep)),
             runtime: Handle::current(),
-            call_timeout: shared.config.call_timeout,
+            patience: shared.config.call_timeout,
         };
         let memory = Arc::new(memory);
         let source = Source::Gpu(Arc::clone(&memory));
@@ -270,7 +411,8 @@ impl GpuRegion {
 
     /// Takes the next event of the ring that no operation waits for. Record it on the stream
     /// whose work has to come first, then give it to [`GpuRegion::after`]. `None` when all of
-    /// them are taken, or when there is no ring: then synchronize the stream instead.
+    /// them are taken, or when there is no ring: then synchronize the stream instead. An event
+    /// that is recorded in a stream that is being captured into a CUDA graph orders nothing.
     pub fn next_event(&self) -> Option<EventMark> {
         self.memory.ring.take()
     }
@@ -280,17 +422,15 @@ impl GpuRegion {
         RegionRef { inner: &self.inner, after: Some(event) }
     }
 
-    /// Ends the registration for good, and waits until the daemon has let go of the memory.
-    /// `false` when it has not within `limit`.
+    /// Ends the registration for good, and waits until the daemon has let go of the memory, also
+    /// where it was being imported just now. `false` when it has not within `limit`.
     pub(crate) async fn end(&self, shared: &Arc<Shared>, limit: Duration) -> bool {
-        self.memory.ended.store(true, Ordering::Release);
+        self.memory.imports().ended = true;
         let bound = self.inner.bound.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let imports = self.memory.imports().clone();
-        let over = let_go(bound, imports, &Arc::downgrade(shared), limit).await;
-        if over {
-            self.memory.imports().clear();
+        if let Some(bound) = bound {
+            self.memory.unregister_soon(bound, Arc::downgrade(shared));
         }
-        over
+        tokio::time::timeout(limit, self.memory.off()).await.is_ok()
     }
 }
 

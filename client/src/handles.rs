@@ -23,6 +23,20 @@ pub(crate) fn bound_on<T: Copy>(bound: &Bound<T>, generation: u64) -> Option<T> 
     bound.filter(|(on, _)| *on == generation).map(|(_, id)| id)
 }
 
+/// The number on this connection, which is then bound no more.
+pub(crate) fn unbind_on<T>(bound: &Bound<T>, generation: u64) -> Option<T> {
+    let mut bound = bound.lock().unwrap_or_else(PoisonError::into_inner);
+    bound.take_if(|(on, _)| *on == generation).map(|(_, id)| id)
+}
+
+/// Binds, unless a newer connection has bound already.
+pub(crate) fn bind_newer<T>(bound: &Bound<T>, generation: u64, id: T) {
+    let mut bound = bound.lock().unwrap_or_else(PoisonError::into_inner);
+    if bound.as_ref().is_none_or(|(on, _)| *on <= generation) {
+        *bound = Some((generation, id));
+    }
+}
+
 pub(crate) fn bind<T>(bound: &Bound<T>, value: Option<(u64, T)>) {
     *bound.lock().unwrap_or_else(PoisonError::into_inner) = value;
 }

@@ -115,7 +115,10 @@ fn limit_text(limit: Limit) -> &'static str {
         Limit::Pins => "all pins, or all bytes that may be pinned, are taken; unpin some",
         Limit::Requests => "too many requests wait; ask again later",
         Limit::Sessions => "all sessions are taken, or this one has ended; connect again later",
-        Limit::Regions => "this session has all of its regions; unregister some",
+        Limit::Regions => {
+            "this session has all of its regions, or the GPU has no room for another; unregister \
+             some, or ask again later"
+        }
         Limit::Draining => "the daemon is draining and takes nothing new; ask again later",
         _ => "a limit is reached; ask again later",
     }

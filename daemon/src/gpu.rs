@@ -12,7 +12,7 @@ use kvtide_tiers::block::{
     GPU_BLOCK_BYTES_UNSUPPORTED, GPU_EVENTS_MAX, GpuMemory, GpuOrder, GpuRegionSpec, GpuUuid,
     RegionLayout,
 };
-use kvtide_tiers::catalog::RegionId;
+use kvtide_tiers::catalog::{Limit, RegionId};
 use kvtide_tiers::movement::{GpuRegion, RegionMemory, RegisterError};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
@@ -38,12 +38,6 @@ pub async fn register(
     let room = session.region_room(spec.bytes, max).map_err(CallError::Invalid)?;
     let gpu = spec.gpu;
     let region = region(session, spec)?;
-    // A layout that is finely interleaved takes up to a second.
-    let checked = tokio::task::spawn_blocking(move || {
-        check_layout(&region.layout, region.bytes).map(|()| region)
-    });
-    let stopping = |_| CallError::Internal("the daemon is stopping".to_owned());
-    let region = checked.await.map_err(stopping)??;
     let (answer, answered) = oneshot::channel();
     let registering = Registering {
         app: Arc::clone(app),
@@ -53,10 +47,18 @@ pub async fn register(
         _import: session.importing(),
     };
     let runtime = Handle::current();
-    app.node().register_gpu_region(session.id, region, move |result| {
-        // Whoever asked may be gone, also while this is on its way: then it is undone.
-        drop(answer.send(result.map(|id| registering.registered(id, runtime))));
+    // A layout that is finely interleaved takes up to a second, here and in the node.
+    let begun = tokio::task::spawn_blocking(move || {
+        check_layout(&region.layout, region.bytes)?;
+        let Registering { app, session, .. } = &registering;
+        let (app, session) = (Arc::clone(app), session.id);
+        app.node().register_gpu_region(session, region, move |result| {
+            // Whoever asked may be gone, also while this is on its way: then it is undone.
+            drop(answer.send(result.map(|id| registering.registered(id, runtime))));
+        });
+        Ok(())
     });
+    begun.await.map_err(|_| CallError::Internal("the daemon is stopping".to_owned()))??;
     match tokio::time::timeout_at(before(deadline), answered).await {
         Ok(answer) => match answer.map_err(|_| CallError::Internal(NOT_ANSWERED.to_owned()))? {
             Ok(registered) => Ok(registered.heard()),
@@ -201,7 +203,14 @@ fn refused(error: RegisterError, gpu: GpuUuid, off: Option<&str>) -> CallError {
             CallError::NotFound(format!("{gpu}: the device tier is off: {why}"))
         }
         (RegisterError::Refused(why), _) => CallError::Invalid(format!("{gpu}: {why}")),
-        (other, _) => CallError::NotFound(format!("{gpu}: {other}")),
+        (error @ (RegisterError::NoSuchGpu { .. } | RegisterError::TierOff(_)), _) => {
+            CallError::NotFound(format!("{gpu}: {error}"))
+        }
+        // What passes: the client may ask again. The answer has no room for the text.
+        (other, _) => {
+            tracing::warn!(%gpu, reason = %other, "GPU memory is not imported now");
+            CallError::Busy(Limit::Regions)
+        }
     }
 }
 

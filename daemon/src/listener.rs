@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use futures::StreamExt;
@@ -42,6 +43,7 @@ pub struct Listener {
     listener: UnixListener,
     path: PathBuf,
     file: (u64, u64),
+    seats: Arc<Seats>,
     // Held for the lock on it.
     _lock: File,
 }
@@ -76,7 +78,8 @@ impl Listener {
         std::fs::set_permissions(path, Permissions::from_mode(mode))?;
         let meta = std::fs::symlink_metadata(path)?;
         let file = (meta.dev(), meta.ino());
-        Ok(Listener { listener, path: path.to_owned(), file, _lock: lock })
+        let (path, seats) = (path.to_owned(), Arc::default());
+        Ok(Listener { listener, path, file, seats, _lock: lock })
     }
 
     /// Accepts connections for as long as it is polled.
@@ -106,9 +109,10 @@ impl Listener {
                 app.counters.hello_refused("too_many_hellos");
                 continue;
             };
-            let app = Arc::clone(&app);
+            let (app, seats) = (Arc::clone(&app), Arc::clone(&self.seats));
             tokio::spawn(async move {
-                let task = tokio::spawn(connection(Arc::clone(&app), stream, caller, room));
+                let task = connection(Arc::clone(&app), seats, stream, caller, room);
+                let task = tokio::spawn(task);
                 if task.await.is_err_and(|error| error.is_panic()) {
                     ServiceCounters::count(&app.counters.panics);
                     tracing::error!("a connection ended in a panic; the daemon goes on");
@@ -125,6 +129,44 @@ impl Drop for Listener {
         if own {
             let _ = std::fs::remove_file(&self.path);
         }
+    }
+}
+
+/// How many sessions there are, those included that have ended and whose connection is held until
+/// a GPU lets go of their memory: so that descriptors stay bounded while one is stuck.
+#[derive(Default)]
+struct Seats {
+    taken: AtomicUsize,
+}
+
+/// One of them, given back when dropped.
+struct Seat(Arc<Seats>);
+
+impl Seats {
+    /// `None` when `max` are taken.
+    fn take(self: &Arc<Self>, max: usize) -> Option<Seat> {
+        let more = |taken: usize| (taken < max).then_some(taken + 1);
+        let taken = self.taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
+        taken.is_ok().then(|| Seat(Arc::clone(self)))
+    }
+
+    /// Why there is none, when `connected` of them are taken by clients that are there.
+    fn full(&self, max: usize, connected: usize) -> Refused {
+        let ended = self.taken.load(Ordering::Relaxed).saturating_sub(connected);
+        let message = match ended {
+            0 => format!("all {max} sessions are taken; raise `limits.sessions`"),
+            ended => format!(
+                "all {max} sessions are taken, {ended} of them by clients that are gone and whose \
+                 memory is not let go of yet; `kvtide status` shows whether a GPU is stuck"
+            ),
+        };
+        Refused(HelloRefusal::TooManySessions, message)
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.0.taken.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -180,11 +222,13 @@ fn refusal(app: &App, refused: Refused) -> Answer {
 
 async fn connection(
     app: Arc<App>,
+    seats: Arc<Seats>,
     stream: UnixStream,
     (caller, pid): (Caller, i32),
     room: OwnedSemaphorePermit,
 ) {
-    let answered = tokio::time::timeout(HELLO_TIME, greet(&app, &stream, caller, pid)).await;
+    let greeted = greet(&app, &seats, &stream, caller, pid);
+    let answered = tokio::time::timeout(HELLO_TIME, greeted).await;
     drop(room);
     match answered {
         Ok(Ok(Some(guard))) => {
@@ -204,6 +248,7 @@ async fn connection(
 /// Reads the hello and answers it. `Some` for a new session.
 async fn greet(
     app: &Arc<App>,
+    seats: &Arc<Seats>,
     stream: &UnixStream,
     caller: Caller,
     pid: i32,
@@ -232,7 +277,10 @@ async fn greet(
                 let message = "a session's hello carries no descriptor".to_owned();
                 return Err(Refused(HelloRefusal::Descriptors, message));
             }
-            open_session(app, stream, caller, hello, pid).await.map(Some)
+            let max = app.limits().catalog.sessions;
+            let full = || seats.full(max, app.sessions().len());
+            let seat = seats.take(max).ok_or_else(full)?;
+            open_session(app, seat, stream, (caller, pid), hello).await.map(Some)
         }
     }
 }
@@ -264,19 +312,12 @@ fn attach(
 
 async fn open_session(
     app: &Arc<App>,
+    seat: Seat,
     stream: &UnixStream,
-    caller: Caller,
+    (caller, pid): (Caller, i32),
     hello: Hello,
-    pid: i32,
 ) -> Result<SessionGuard, Refused> {
-    let max = app.limits().catalog.sessions;
-    let full = || {
-        let message = format!("all {max} sessions are taken; raise `limits.sessions`");
-        Refused(HelloRefusal::TooManySessions, message)
-    };
-    if app.sessions().len() >= max {
-        return Err(full());
-    }
+    let full = || seat.0.full(app.limits().catalog.sessions, app.sessions().len());
     let system = |error: std::io::Error| Refused(HelloRefusal::Other, error.to_string());
     let (theirs, notify) = notify_pipe().map_err(system)?;
     let held = stream.as_fd().try_clone_to_owned().map_err(system)?;
@@ -295,7 +336,7 @@ async fn open_session(
         session: Arc::clone(&session),
         pid,
         runtime: Handle::current(),
-        stream: Some(held),
+        connection: Some((held, seat)),
     };
     app.sessions().insert(id, session);
     let welcome = Welcome { session: id.0, token, fd: 0, limits: limits(app) };
@@ -323,14 +364,15 @@ fn limits(app: &App) -> SessionLimits {
 /// It keeps the connection open: however the connection ends here, the client sees the end of the
 /// stream only after the node has closed the session, when nothing copies from or to its regions
 /// any more, and has let go of its GPU memory. Clients use the memory again, or free it, as soon as
-/// they see it. Should a GPU be stuck, nothing is held for its client but the open connection.
+/// they see it. Should a GPU be stuck, nothing is held for its client but the open connection and
+/// its seat.
 struct SessionGuard {
     app: Arc<App>,
     session: Arc<Session>,
     pid: i32,
     runtime: Handle,
     // Taken when it is dropped.
-    stream: Option<OwnedFd>,
+    connection: Option<(OwnedFd, Seat)>,
 }
 
 impl Drop for SessionGuard {
@@ -339,11 +381,11 @@ impl Drop for SessionGuard {
         self.app.sessions().remove(&id);
         gpu::end_session(&self.app, &self.session);
         self.app.node().close_session(id);
-        if let Some(stream) = self.stream.take().filter(|_| !self.session.is_off_gpus()) {
+        if let Some(held) = self.connection.take().filter(|_| !self.session.is_off_gpus()) {
             let session = Arc::clone(&self.session);
             self.runtime.spawn(async move {
                 session.off_gpus().await;
-                drop(stream);
+                drop(held);
             });
         }
         let client = &self.session.name;
@@ -411,4 +453,26 @@ fn hung_up(error: &(dyn std::error::Error + 'static)) -> bool {
         next = error.source();
     }
     false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_client_that_is_gone_keeps_its_seat_while_a_gpu_is_stuck() {
+        let seats = Arc::<Seats>::default();
+        let (stuck, there) = (seats.take(2).unwrap(), seats.take(2).unwrap());
+        assert!(seats.take(2).is_none());
+        let Refused(reason, full) = seats.full(2, 2);
+        assert_eq!(reason, HelloRefusal::TooManySessions);
+        assert!(full.contains("all 2 sessions") && full.contains("limits.sessions"), "{full}");
+        drop(there);
+        let there = seats.take(2).unwrap();
+        let Refused(_, full) = seats.full(2, 1);
+        assert!(full.contains("1 of them") && full.contains("stuck"), "{full}");
+        assert!(seats.take(1).is_none(), "a limit that was lowered");
+        drop((there, stuck));
+        assert!(seats.take(1).is_some());
+    }
 }

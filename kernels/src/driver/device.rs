@@ -180,6 +180,16 @@ impl Context {
         unsafe { self.calls().cuCtxSetCurrent(self.shared.context.0) }
     }
 
+    /// Runs `call` with the context current on this thread, and makes current what was so before.
+    /// For calls that take an address and no context.
+    ///
+    /// # Errors
+    /// When the driver is lost.
+    pub fn within<T>(&self, call: impl FnOnce() -> T) -> Result<T, CudaError> {
+        let _entered = self.enter()?;
+        Ok(call())
+    }
+
     /// Blocks until all work queued in this context is done.
     ///
     /// # Errors

@@ -203,6 +203,7 @@ calls! {
         cuStreamCreate(stream: *mut *mut c_void, flags: c_uint);
         cuStreamDestroy_v2(stream: *mut c_void);
         cuStreamQuery(stream: *mut c_void);
+        cuStreamIsCapturing(stream: *mut c_void, status: *mut u32);
         cuStreamSynchronize(stream: *mut c_void);
         cuStreamWaitEvent(stream: *mut c_void, event: *mut c_void, flags: c_uint);
         cuEventCreate(event: *mut *mut c_void, flags: c_uint);

@@ -224,7 +224,7 @@ impl Drop for HostRegistration {
 }
 
 /// The allocation that `address` lies in, as (base, bytes). A context must be current on this
-/// thread, as it is on the threads of an engine; see [`Context::bind`].
+/// thread, as it is on the threads of an engine; see [`Context::within`].
 ///
 /// # Errors
 /// When it lies in none of this process, or no context is current.

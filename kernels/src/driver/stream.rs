@@ -89,6 +89,22 @@ impl Stream {
         done(unsafe { self.context.calls().cuStreamQuery(self.stream.0) })
     }
 
+    /// Whether what is queued now goes into a graph that is being captured (or whose capture was
+    /// broken and is not ended yet) in place of the GPU: an event that is recorded then orders
+    /// nothing, and [`synchronize`](Self::synchronize) breaks the capture. Does not block.
+    ///
+    /// # Errors
+    /// When the driver is lost, or this is the legacy default stream while another stream of the
+    /// context captures.
+    pub fn is_capturing(&self) -> Result<bool, CudaError> {
+        let _entered = self.context.enter()?;
+        // `CU_STREAM_CAPTURE_STATUS_NONE`
+        let mut status = 0;
+        // SAFETY: the stream is alive, and the call writes one enumeration of the size of `u32`.
+        unsafe { self.context.calls().cuStreamIsCapturing(self.stream.0, &raw mut status) }?;
+        Ok(status != 0)
+    }
+
     /// Queues a wait for what `event` stands for at this moment: its newest record. An event that
     /// was never recorded is not waited for.
     ///

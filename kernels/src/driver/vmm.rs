@@ -143,7 +143,7 @@ pub struct FailedImport {
 
 /// A descriptor for the memory at `address`, which another allocator of this process made: it
 /// must be created and mapped memory that allows descriptors. A context must be current on this
-/// thread; see [`Context::bind`].
+/// thread; see [`Context::within`].
 ///
 /// # Errors
 /// When the memory is of another kind: see [`legacy_ipc_capable`](super::legacy_ipc_capable).

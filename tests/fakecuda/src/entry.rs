@@ -92,6 +92,7 @@ entries! {
     Context: cuStreamCreate(stream: Out<usize>, flags: u32) => stream::create;
     Context: cuStreamDestroy_v2(stream: usize) => stream::destroy;
     Context: cuStreamQuery(stream: usize) => stream::query;
+    Context: cuStreamIsCapturing(stream: usize, status: Out<u32>) => stream::is_capturing;
     Context: cuStreamSynchronize(stream: usize) => stream::synchronize;
     Stream: cuStreamWaitEvent(stream: usize, event: usize, flags: u32) => event::stream_wait;
     Context: cuEventCreate(event: Out<usize>, flags: u32) => event::create;

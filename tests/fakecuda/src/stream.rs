@@ -201,6 +201,12 @@ pub(crate) fn query(call: &Call, stream: usize) -> Result<(), u32> {
     if stream.is_idle() { stream.device.sticky.check() } else { Err(NOT_READY) }
 }
 
+/// There are no graphs here, so that nothing is ever captured.
+pub(crate) fn is_capturing(call: &Call, stream: usize, status: Out<u32>) -> Result<(), u32> {
+    get(call.device()?, stream)?;
+    status.put(0)
+}
+
 pub(crate) fn synchronize(call: &Call, stream: usize) -> Result<(), u32> {
     get(call.device()?, stream)?.synchronize()
 }
