@@ -33,6 +33,7 @@ pub struct Setup {
     node: PathBuf,
     folder: Arc<TempDir>,
     options: Vec<(String, OsString)>,
+    environment: Vec<(String, OsString)>,
 }
 
 /// A process that ended by itself.
@@ -56,7 +57,12 @@ impl Setup {
         // Other users' clients have to reach the socket.
         std::fs::set_permissions(folder.path(), Permissions::from_mode(0o755))
             .expect("the folder is ours");
-        let setup = Setup { node: node.into(), folder: Arc::new(folder), options: Vec::new() };
+        let setup = Setup {
+            node: node.into(),
+            folder: Arc::new(folder),
+            options: Vec::new(),
+            environment: Vec::new(),
+        };
         let (socket, store) = (setup.socket(), setup.store());
         setup
             .option("--socket", socket)
@@ -78,6 +84,13 @@ impl Setup {
     /// Leaves an option out.
     pub fn without(mut self, name: &str) -> Setup {
         self.options.retain(|(each, _)| each != name);
+        self
+    }
+
+    /// Sets a variable of the daemon's environment.
+    #[must_use]
+    pub fn env(mut self, name: &str, value: impl Into<OsString>) -> Setup {
+        self.environment.push((name.to_owned(), value.into()));
         self
     }
 
@@ -108,19 +121,40 @@ impl Setup {
 
     /// The command that starts the daemon.
     pub fn command(&self) -> Command {
-        let mut command = Command::new(&self.node);
-        command.arg("__daemon");
+        let mut command = self.program("__daemon");
         for (name, value) in &self.options {
             command.arg(name).arg(value);
         }
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         command.stdin(Stdio::null()).stdout(Stdio::null());
         command
     }
 
+    /// One of the programs that the tests run.
+    pub(crate) fn program(&self, name: &str) -> Command {
+        let mut command = Command::new(&self.node);
+        command.arg(name);
+        command
+    }
+
+    /// What `kvtide` says, which must succeed. `args` are its arguments without the socket.
+    ///
+    /// # Panics
+    /// When it does not.
+    pub fn inspector(&self, args: &[&str]) -> String {
+        let mut command = self.program("__inspector");
+        let output = command.args(args).arg("--socket").arg(self.socket()).output();
+        let output = output.expect("the test's program can be started");
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{}\n{text}\n{errors}", output.status);
+        text
+    }
+
     /// The command for a client process; see [`crate::churn`].
     pub fn client(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(&self.node);
-        command.arg("__client").arg(self.socket()).args(args).stdin(Stdio::null());
+        let mut command = self.program("__client");
+        command.arg(self.socket()).args(args).stdin(Stdio::null());
         command
     }
 
@@ -202,7 +236,8 @@ impl Daemon {
         std::fs::read_to_string(self.setup.log()).unwrap_or_default()
     }
 
-    /// Fails when a thread of the daemon panicked, or the daemon is gone.
+    /// Fails when a thread of the daemon panicked, or the daemon is gone, or has broken a rule of
+    /// the fake driver.
     ///
     /// # Panics
     /// Then.
@@ -211,6 +246,7 @@ impl Daemon {
         let log = self.log();
         assert!(!log.contains("panicked") && !log.contains("in a panic"), "a panic in the log");
         assert!(!log.contains("please report this"), "the daemon says that it has a bug");
+        assert!(!log.contains("fakecuda: VIOLATION"), "the driver was used against its rules");
     }
 
     /// Kills it as a crash would.

@@ -8,11 +8,14 @@
 
 pub mod churn;
 mod daemon;
+mod engine;
+pub mod gpu;
 mod payload;
 mod peer;
 mod proc;
 
 pub use daemon::{Daemon, Ended, Setup, UNUSED_USER, is_root};
+pub use engine::{FaultFile, GpuEngine, gpu_state};
 pub use payload::{KvPool, namespace, payload, tokens};
 pub use peer::{Door, Peer, context};
-pub use proc::{Footprint, open_descriptors, poll_until};
+pub use proc::{Footprint, device_mapped_bytes, open_descriptors, poll_until};

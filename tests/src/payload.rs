@@ -37,7 +37,12 @@ pub fn namespace(revision: &str) -> Namespace {
 /// Tokens of a prompt of `blocks` full blocks; another `seed` is another prompt from its first
 /// token on.
 pub fn tokens(seed: u32, blocks: u32) -> Vec<u32> {
-    (0..blocks * TOKENS_PER_BLOCK).map(|at| seed.wrapping_mul(2_654_435_761) ^ at).collect()
+    tokens_of(seed, blocks, TOKENS_PER_BLOCK)
+}
+
+/// As [`tokens`], where a block has `per_block`.
+pub(crate) fn tokens_of(seed: u32, blocks: u32, per_block: u32) -> Vec<u32> {
+    (0..blocks * per_block).map(|at| seed.wrapping_mul(2_654_435_761) ^ at).collect()
 }
 
 /// The bytes of the block with this key.

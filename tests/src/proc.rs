@@ -47,6 +47,20 @@ pub fn open_descriptors(pid: u32) -> usize {
     std::fs::read_dir(format!("/proc/{pid}/fd")).expect("the process is there").count()
 }
 
+/// Bytes of the fake driver's device memory that a process has mapped: of its own, and imported.
+///
+/// # Panics
+/// When the process is gone.
+pub fn device_mapped_bytes(pid: u32) -> u64 {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).expect("the process is there");
+    let bytes = |line: &str| {
+        let (from, to) = line.split_whitespace().next()?.split_once('-')?;
+        let number = |text| u64::from_str_radix(text, 16).ok();
+        Some(number(to)? - number(from)?)
+    };
+    maps.lines().filter(|line| line.contains("/memfd:fakecuda")).filter_map(bytes).sum()
+}
+
 /// Whether all threads of a process are stopped by a signal.
 pub(crate) fn threads_frozen(pid: u32) -> bool {
     let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return false };

@@ -33,6 +33,7 @@
 mod abi;
 mod call;
 mod config;
+mod copies;
 mod copy;
 mod device;
 mod entry;
@@ -49,6 +50,8 @@ mod vmm;
 
 use std::ffi::CString;
 use std::path::PathBuf;
+
+pub use copies::Copies;
 
 /// The absolute path of `libfakecuda.so`, beside the binary that runs.
 ///

@@ -1,4 +1,5 @@
-//! The program that the tests run: the daemon, or a client that is going to be killed.
+//! The program that the tests run: the daemon, its inspector, an engine with a GPU, or a client that
+//! is going to be killed.
 
 #![forbid(unsafe_code)]
 
@@ -12,9 +13,11 @@ fn main() -> ExitCode {
     let mut args = std::env::args_os().skip(1);
     match args.next().as_deref().and_then(|word| word.to_str()) {
         Some("__daemon") => kvtide_daemon::run_daemon(args),
+        Some("__inspector") => kvtide_daemon::cli::run(args.collect()),
         Some("__client") => kvtide_tests::churn::run(args),
+        Some("__engine") => kvtide_tests::gpu::run(args),
         _ => {
-            eprintln!("the first argument is __daemon or __client; this is a program of the tests");
+            eprintln!("the first argument says which program; this is one of the tests");
             ExitCode::from(2)
         }
     }
