@@ -95,14 +95,14 @@ mod tests {
             name: "Fake GPU 0".into(),
             driver: "13.0".into(),
             pool_bytes: 0,
-            health: "1 mappings cannot be closed, the oldest for 12 s".into(),
+            health: "1 mapping cannot be closed, the oldest for 12 s".into(),
             stuck,
             off: off.map(str::to_owned),
         };
         let devices =
             [gpu("GPU-a", false, None), gpu("GPU-b", true, None), gpu("GPU-c", true, Some("lost"))];
         let expected = [
-            "GPU-b: 1 mappings cannot be closed, the oldest for 12 s".to_owned(),
+            "GPU-b: 1 mapping cannot be closed, the oldest for 12 s".to_owned(),
             "GPU-c: off: lost".to_owned(),
         ];
         assert_eq!(troubles(&devices), expected);

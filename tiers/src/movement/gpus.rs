@@ -28,7 +28,8 @@ use crate::tier::device::{
     GpuInfo, OpenRegion, ScatterFrom, probe,
 };
 
-/// Staging memory of a lane on a GPU, bytes: a quarter of the pool within these bounds.
+/// Staging memory of a lane on a GPU, bytes: a quarter of the pool within these bounds, and at
+/// least a slab of host RAM.
 #[cfg(feature = "cuda")]
 const STAGING_BYTES_MIN: u64 = 16 << 20;
 #[cfg(feature = "cuda")]
@@ -236,7 +237,8 @@ fn describe(health: DeviceHealth) -> (bool, String) {
     }
     if closing >= LONG_S {
         let count = health.closing;
-        words.push(format!("{count} mappings cannot be closed, the oldest for {closing} s"));
+        let mappings = if count == 1 { "mapping" } else { "mappings" };
+        words.push(format!("{count} {mappings} cannot be closed, the oldest for {closing} s"));
     }
     match words.is_empty() {
         true => (false, "ok".to_owned()),
@@ -398,6 +400,8 @@ pub(super) fn start(
         dying: HashMap::new(),
         shared: Arc::clone(shared),
     };
+    let open_timeout = DeviceOptions::open_timeout_of(shared.arena.bytes());
+    let options = DeviceOptions { open_timeout, ..DeviceOptions::default() };
     let mut facts = Vec::new();
     for (at, device) in devices.iter().enumerate() {
         let gpu = GpuId(u8::try_from(at).unwrap_or(u8::MAX));
@@ -409,7 +413,7 @@ pub(super) fn start(
         };
         let (open, arena) = (device.clone(), Arc::clone(&shared.arena));
         let open = move || open_gpu(&open, &arena);
-        let (worker, found) = match DeviceWorker::start(open, DeviceOptions::default(), done) {
+        let (worker, found) = match DeviceWorker::start(open, options.clone(), done) {
             Ok(worker) => {
                 let (info, worker) = (Some(worker.info().clone()), Arc::new(worker));
                 let weak = Some(Arc::downgrade(&worker));
@@ -455,7 +459,10 @@ fn open_gpu(device: &DeviceConfig, arena: &Arc<Arena>) -> Result<Box<dyn Gpu>, G
         #[cfg(feature = "cuda")]
         GpuChoice::Uuid(uuid) => {
             use crate::tier::device::cuda::{CudaGpu, CudaGpuOptions, GpuChoice as Which};
-            let staging_bytes = (device.pool_bytes / 4).clamp(STAGING_BYTES_MIN, STAGING_BYTES_MAX);
+            // Every block that host RAM can hold must pass, also without a pool.
+            let (least, most) = (STAGING_BYTES_MIN, STAGING_BYTES_MAX);
+            let block = u64::from(arena.slab_bytes());
+            let staging_bytes = (device.pool_bytes / 4).clamp(least.max(block), most.max(block));
             let options =
                 CudaGpuOptions { staging_bytes: Some(staging_bytes), ..CudaGpuOptions::default() };
             let gpu = CudaGpu::open(Which::Uuid(*uuid), device.pool_bytes, arena, &options)?;
