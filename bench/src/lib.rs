@@ -2,7 +2,8 @@
 //!
 //! [`trace`] reads recorded requests, [`payload`] makes bytes that can be checked, `sim` drives the
 //! pure core with them, [`replay`] a real daemon, [`tiers`] sets the daemon beside `memcpy` and
-//! beside a raw ring, and [`device`] the GPU's kernels beside its copies. Everything here measures or checks; nothing here is part of the product.
+//! beside a raw ring, and [`device`] the GPU's kernels beside its copies. Everything here measures
+//! or checks; nothing here is part of the product.
 
 #![forbid(unsafe_code)]
 

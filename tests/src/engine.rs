@@ -208,8 +208,8 @@ fn words(line: &str) -> Vec<String> {
     line.split(' ').map(str::to_owned).collect()
 }
 
-/// What is the matter with the daemon's only GPU: why it is off; whether it is stuck, and its health
-/// in words.
+/// What is the matter with the daemon's only GPU: why it is off; whether it is stuck, and its
+/// health in words.
 ///
 /// # Panics
 /// When the daemon does not answer, or has another number of GPUs.

@@ -6,8 +6,8 @@
 //! | `connected` | waits until it is connected to the daemon | `ok` |
 //! | `store SEED COUNT` | stores a prompt of so many blocks | the outcomes |
 //! | `begin store\|load SEED COUNT` | the same, and does not wait for the end | `begun` |
-//! | `load SEED COUNT` | loads what is there of a prompt, and looks at every byte of its pool | the outcomes |
-//! | `flood store\|load SEED COUNT` | does it over and over until it is killed | `busy` when several are under way |
+//! | `load SEED COUNT` | loads what is there, looks at every byte of its pool | outcomes |
+//! | `flood store\|load SEED COUNT` | does it until it is killed | `busy` when several are under way |
 //! | `violations` | | what it did against the driver's rules |
 //!
 //! A load that brought a wrong byte, or touched one outside its places, is answered by a line that

@@ -174,8 +174,9 @@ async fn greet(
     kind: HelloKind,
     fd: Option<BorrowedFd<'_>>,
 ) -> io::Result<(Welcome, Option<OwnedFd>)> {
-    send_hello(stream, &Hello::new(kind, "test"), fd).await?;
-    match recv_answer(stream).await? {
+    // Who may not connect is answered, and hung up on, before the hello is read.
+    let sent = send_hello(stream, &Hello::new(kind, "test"), fd).await;
+    match recv_answer(stream).await.map_err(|error| sent.err().unwrap_or(error))? {
         (Answer::Welcome(welcome), event) => Ok((welcome, event)),
         (Answer::Refused { message, .. }, _) => {
             Err(io::Error::new(io::ErrorKind::PermissionDenied, message))

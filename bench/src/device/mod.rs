@@ -58,7 +58,8 @@ pub struct DeviceArgs {
     #[arg(long)]
     pub require: bool,
     /// Rounds, of which the median counts.
-    #[arg(long, default_value_t = 9, value_parser = clap::value_parser!(u32).range(i64::from(ROUNDS_MIN)..=99))]
+    #[arg(long, default_value_t = 9,
+          value_parser = clap::value_parser!(u32).range(i64::from(ROUNDS_MIN)..=99))]
     pub rounds: u32,
     /// Everything once and in small: to see that it runs, not how fast.
     #[arg(long)]

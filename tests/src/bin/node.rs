@@ -1,5 +1,5 @@
-//! The program that the tests run: the daemon, its inspector, an engine with a GPU, or a client that
-//! is going to be killed.
+//! The program that the tests run: the daemon, its inspector, an engine with a GPU, or a client
+//! that is going to be killed.
 
 #![forbid(unsafe_code)]
 

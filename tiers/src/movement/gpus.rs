@@ -194,10 +194,11 @@ impl DeviceFacts {
         self.off.clone().or(lost)
     }
 
-    /// What keeps it from taking new regions now.
+    /// What keeps it from taking new regions now: a call of the driver that hangs. A mapping that
+    /// cannot be closed does not.
     pub(super) fn stuck(&self) -> Option<String> {
-        let (stuck, words) = describe(self.health()?);
-        stuck.then_some(words)
+        let busy = self.health()?.busy_since?.elapsed().as_secs();
+        (busy >= LONG_S).then(|| format!("the GPU is stuck in a call of the driver for {busy} s"))
     }
 
     fn health(&self) -> Option<DeviceHealth> {

@@ -19,8 +19,8 @@
 //!    starts once [`DeviceJob::Close`] was taken.
 //! 4. A host slot's guard is let go of only after the batch that uses it has ended, or after the
 //!    driver has said that the whole context is dead; and always in front of the job's answer. When
-//!    neither is ever seen, the guard is leaked, and there is no answer: the slot cannot be borrowed
-//!    again until a restart.
+//!    neither is ever seen, the guard is leaked, and there is no answer: the slot cannot be
+//!    borrowed again until a restart.
 //! 5. Jobs taken and not yet answered, batches under way, and regions are bounded by
 //!    [`DeviceOptions`].
 //! 6. Regions take turns, so that a client with much to do does not hold up the others.
@@ -113,8 +113,8 @@ impl Default for DeviceOptions {
     }
 }
 
-/// What the worker is to do. Each is answered by one [`DeviceDone`], but for those that may be under
-/// way on a GPU that was lost without proof: see the invariants of this module.
+/// What the worker is to do. Each is answered by one [`DeviceDone`], but for those that may be
+/// under way on a GPU that was lost without proof: see the invariants of this module.
 #[derive(Debug)]
 pub enum DeviceJob {
     /// Make a client's GPU memory usable.
@@ -241,8 +241,8 @@ pub enum DeviceDone {
         /// Whether the host slot has the bytes.
         result: Result<(), GpuError>,
     },
-    /// The GPU can no longer be used, or the worker died. Every job, taken or to come, fails, but for
-    /// those that may still be under way, which are not answered.
+    /// The GPU can no longer be used, or the worker died. Every job, taken or to come, fails, but
+    /// for those that may still be under way, which are not answered.
     /// Belongs to no job, and comes once, in front of the failures.
     Lost {
         /// Why.

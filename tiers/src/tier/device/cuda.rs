@@ -173,8 +173,8 @@ struct OpenedRegion {
     parts: Opening,
 }
 
-/// What there is of a region that is being opened. Dropping it can hang in the driver, so that of an
-/// opening that fails is discarded on a thread made for that.
+/// What there is of a region that is being opened. Dropping it can hang in the driver, so that of
+/// an opening that fails is discarded on a thread made for that.
 #[derive(Default)]
 struct Opening {
     events: Vec<Event>,

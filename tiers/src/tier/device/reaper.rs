@@ -38,8 +38,8 @@ impl Reaper {
                     tracing::error!(?region, "closing a GPU mapping panicked; it stays mapped");
                 }
                 theirs.state().closing.pop_front();
-                // Without an owner thread nobody asks; mappings are closed all the same. In front of
-                // the answer, so that the region takes no place any more when its client hears it.
+                // Without an owner thread nobody asks; mappings are closed all the same. In front
+                // of the answer, so that the region takes no place when its client hears it.
                 let _ = closed_sink.try_send(region);
                 if let Some(ticket) = ticket {
                     theirs.answers.answer(ticket, Ok(Sum128::default()));
