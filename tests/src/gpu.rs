@@ -7,7 +7,7 @@
 //! | `store SEED COUNT` | stores a prompt of so many blocks | the outcomes |
 //! | `begin store\|load SEED COUNT` | the same, and does not wait for the end | `begun` |
 //! | `load SEED COUNT` | loads what is there, looks at every byte of its pool | outcomes |
-//! | `flood store\|load SEED COUNT` | does it until it is killed | `busy` when several are under way |
+//! | `flood store\|load SEED COUNT` | goes on until it is killed | `busy` once under way |
 //! | `violations` | | what it did against the driver's rules |
 //!
 //! A load that brought a wrong byte, or touched one outside its places, is answered by a line that
