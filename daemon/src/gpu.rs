@@ -13,7 +13,8 @@ use kvtide_tiers::block::{
     RegionLayout,
 };
 use kvtide_tiers::catalog::{Limit, RegionId};
-use kvtide_tiers::movement::{GpuRegion, RegionMemory, RegisterError};
+use kvtide_tiers::movement::{GpuRegion, RegisterError};
+use kvtide_tiers::tier::device::OpenMemory;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
@@ -183,12 +184,12 @@ fn check_layout(layout: &RegionLayout, bytes: u64) -> Result<(), CallError> {
 /// The region as the node takes it, with the descriptor that was sent for it.
 fn region(session: &Session, spec: GpuRegionSpec) -> Result<GpuRegion, CallError> {
     let memory = match spec.memory {
-        GpuMemory::Ipc { handle, offset } => RegionMemory::Ipc { handle, offset },
+        GpuMemory::Ipc { handle, offset } => OpenMemory::Ipc { handle, offset },
         GpuMemory::Vmm { fd, allocation_bytes, offset } => {
             let fd = session.take_descriptor(fd, Instant::now()).ok_or_else(|| {
                 CallError::NotFound(format!("descriptor {fd}; it was used, expired, or never sent"))
             })?;
-            RegionMemory::Vmm { fd, allocation_bytes, offset }
+            OpenMemory::Vmm { fd, allocation_bytes, offset }
         }
     };
     let GpuRegionSpec { gpu, bytes, layout, order, .. } = spec;

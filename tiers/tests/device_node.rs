@@ -18,9 +18,9 @@ use kvtide_tiers::catalog::{
 use kvtide_tiers::io::{RingChoice, SharedMemory};
 use kvtide_tiers::movement::{
     DeviceConfig, GpuChoice, GpuMaker, GpuRegion, Node, NodeConfig, NodeHandle, NvmeConfig,
-    RegionMemory, RegisterError,
+    RegisterError,
 };
-use kvtide_tiers::tier::device::{MemoryGpu, MemoryGpuControl, MemoryGpuOptions};
+use kvtide_tiers::tier::device::{MemoryGpu, MemoryGpuControl, MemoryGpuOptions, OpenMemory};
 
 const GPU: GpuUuid = GpuUuid([0xfa; 16]);
 const NAMESPACE: NamespaceId = NamespaceId(1);
@@ -214,7 +214,7 @@ fn register(
     let region = GpuRegion {
         gpu: GPU,
         bytes: memory.bytes(),
-        memory: RegionMemory::Shared(shared),
+        memory: OpenMemory::Shared(shared),
         layout: layout.clone(),
         order: GpuOrder::EngineSynchronizes,
     };

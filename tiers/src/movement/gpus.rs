@@ -8,7 +8,6 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
 use std::ops::Bound;
-use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -18,14 +17,14 @@ use serde::{Deserialize, Serialize};
 
 use super::conductor::Signal;
 use super::pool::{Expect, Shared, check_slot, seal};
-use crate::block::{Descriptor, GpuOrder, GpuUuid, IpcHandle, RegionLayout, Sum128};
+use crate::block::{Descriptor, GpuOrder, GpuUuid, RegionLayout, Sum128};
 use crate::catalog::{
     Event, GpuId, Limit, OfflineReason, OpError, OpId, RegionId, SessionId, SlotId, SlotPlace,
 };
 use crate::io::Arena;
 use crate::tier::device::{
     DeviceDone, DeviceHealth, DeviceJob, DeviceOptions, DeviceWorker, GatherTo, Gpu, GpuError,
-    GpuInfo, OpenRegion, ScatterFrom, probe,
+    GpuInfo, OpenMemory, OpenRegion, ScatterFrom, probe,
 };
 
 /// Staging memory of a lane on a GPU, bytes: a quarter of the pool within these bounds, and at
@@ -85,37 +84,13 @@ impl fmt::Debug for GpuMaker {
     }
 }
 
-/// GPU memory of another process.
-#[derive(Debug)]
-pub enum RegionMemory {
-    /// An allocation of cuMemAlloc.
-    Ipc {
-        /// The handle of the whole allocation.
-        handle: IpcHandle,
-        /// Where the region starts in it, bytes.
-        offset: u64,
-    },
-    /// An allocation of cuMemCreate.
-    Vmm {
-        /// The exported allocation.
-        fd: OwnedFd,
-        /// Bytes of the whole allocation.
-        allocation_bytes: u64,
-        /// Where the region starts in it, bytes.
-        offset: u64,
-    },
-    /// Shared host memory that plays a GPU's, for tests.
-    #[doc(hidden)]
-    Shared(crate::io::SharedMemory),
-}
-
 /// A region in GPU memory, to be registered.
 #[derive(Debug)]
 pub struct GpuRegion {
     /// The GPU that it is on.
     pub gpu: GpuUuid,
     /// Its memory.
-    pub memory: RegionMemory,
+    pub memory: OpenMemory,
     /// Its bytes.
     pub bytes: u64,
     /// How blocks lie in it.

@@ -24,8 +24,7 @@ use crate::io::{BlockDevice, PageKind, RingChoice, RingReport};
 use crate::segment::{RecoveryReport, StoreGeometry};
 
 pub use gpus::{
-    DeviceConfig, DeviceReport, GpuChoice, GpuMaker, GpuRegion, MakeGpu, RegionMemory,
-    RegisterError,
+    DeviceConfig, DeviceReport, GpuChoice, GpuMaker, GpuRegion, MakeGpu, RegisterError,
 };
 pub use node::{Node, NodeHandle, Notify, StartError, StopReport};
 

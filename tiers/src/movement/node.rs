@@ -10,7 +10,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use crossbeam::channel::{Sender, bounded, unbounded};
 
 use super::conductor::{Alive, Ask, Conductor, Device, Reads, Signal};
-use super::gpus::{self, Closed, DeviceFacts, GpuRegion, Gpus, RegionMemory, RegisterError};
+use super::gpus::{self, Closed, DeviceFacts, GpuRegion, Gpus, RegisterError};
 use super::pool::{Job, Pool, PoolSender, Shared};
 use super::{NodeConfig, NodeReport, NvmeConfig, NvmeReport, RetireNamespace};
 use crate::block::{GpuOrder, NamespaceId};
@@ -21,7 +21,7 @@ use crate::catalog::{
 use crate::io::fault::{FaultCounters, FaultDevice};
 use crate::io::{Arena, BlockDevice, OpenDevice, Region, RingStatus, open_device};
 use crate::segment::{OpenStore, SegmentStore, StoreError, StoreWant};
-use crate::tier::device::{OpenMemory, OpenRegion};
+use crate::tier::device::OpenRegion;
 use crate::tier::nvme::{NvmeDone, NvmeError, NvmeOptions, NvmeWorker};
 
 /// Requests that wait for the catalog at most; more are answered `Busy` at once.
@@ -332,18 +332,11 @@ fn catalog_config(config: &NodeConfig, bytes: u64, nvme: Option<&OpenedNvme>) ->
 
 /// What is to be opened of a region in GPU memory.
 fn opening(region: GpuRegion) -> OpenRegion {
-    let memory = match region.memory {
-        RegionMemory::Ipc { handle, offset } => OpenMemory::Ipc { handle, offset },
-        RegionMemory::Vmm { fd, allocation_bytes, offset } => {
-            OpenMemory::Vmm { fd, allocation_bytes, offset }
-        }
-        RegionMemory::Shared(memory) => OpenMemory::Shared(memory),
-    };
     let events = match region.order {
         GpuOrder::EngineSynchronizes => Vec::new(),
         GpuOrder::Events { handles } => handles,
     };
-    OpenRegion { memory, bytes: region.bytes, layout: region.layout, events }
+    OpenRegion { memory: region.memory, bytes: region.bytes, layout: region.layout, events }
 }
 
 /// What the device's completions go to.
