@@ -20,6 +20,10 @@ const PROMOTE_HITS: u32 = 2;
 /// Copies from one pool to host RAM under way at most.
 const DEMOTES_MAX: usize = 64;
 
+/// Blocks that somebody waits for that are looked at in one go: a GPU that has all its copies under
+/// way may have thousands of them, and this is done after every event.
+const DEMOTE_LOOKS_MAX: usize = 64;
+
 /// The pool of one GPU.
 pub(crate) struct DeviceTier {
     pub(crate) tier: SlotTier,
@@ -200,7 +204,7 @@ impl Catalog {
 
     /// The next block to copy down: one that somebody waits for, or else the coldest.
     fn next_demote(&mut self) -> Option<(u32, Option<BlockRef>)> {
-        for _ in 0..self.flow.demote_first.len() {
+        for _ in 0..self.flow.demote_first.len().min(DEMOTE_LOOKS_MAX) {
             let block = self.flow.demote_first.pop_front()?;
             let Some(index) = self.table.resolve(block) else {
                 continue;
