@@ -2,7 +2,7 @@
 //! and on NVMe, and the code here checks both. FORMAT.md has the table of offsets.
 
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::{xxh3_64_with_seed, xxh3_128};
+use twox_hash::{XxHash3_64, XxHash3_128};
 
 use super::{BlockKey, NamespaceId};
 
@@ -22,7 +22,7 @@ pub struct Sum128(pub [u8; 16]);
 impl Sum128 {
     /// The checksum of `bytes`.
     pub fn of(bytes: &[u8]) -> Sum128 {
-        Sum128(xxh3_128(bytes).to_le_bytes())
+        Sum128(XxHash3_128::oneshot(bytes).to_le_bytes())
     }
 }
 
@@ -67,7 +67,7 @@ impl Place {
                 bytes[0] = 1;
                 bytes[1..9].copy_from_slice(&salt.to_le_bytes());
                 bytes[9..].copy_from_slice(&slot.to_le_bytes());
-                xxh3_64_with_seed(&bytes, 0)
+                XxHash3_64::oneshot(&bytes)
             }
             Place::Segment { salt, segment, sequence } => {
                 let mut bytes = [0; 29];
@@ -75,7 +75,7 @@ impl Place {
                 bytes[1..17].copy_from_slice(&salt.to_le_bytes());
                 bytes[17..21].copy_from_slice(&segment.to_le_bytes());
                 bytes[21..].copy_from_slice(&sequence.to_le_bytes());
-                xxh3_64_with_seed(&bytes, 0)
+                XxHash3_64::oneshot(&bytes)
             }
         }
     }
@@ -165,7 +165,7 @@ impl Descriptor {
         put.bytes(&self.created_s.to_le_bytes());
         put.bytes(&self.session.to_le_bytes());
         let (body, sum) = out.split_at_mut(SUM_AT);
-        sum.copy_from_slice(&xxh3_64_with_seed(body, place.seed()).to_le_bytes());
+        sum.copy_from_slice(&XxHash3_64::oneshot_with_seed(place.seed(), body).to_le_bytes());
         out
     }
 
@@ -183,7 +183,7 @@ impl Descriptor {
             let empty = bytes.iter().all(|byte| *byte == 0);
             return Err(if empty { DescriptorError::Empty } else { DescriptorError::Magic });
         }
-        if xxh3_64_with_seed(body, place.seed()).to_le_bytes() != sum {
+        if XxHash3_64::oneshot_with_seed(place.seed(), body).to_le_bytes() != sum {
             return Err(DescriptorError::Checksum);
         }
         let [version, codec, _, _] = get.array();

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::xxh3_128;
+use twox_hash::XxHash3_128;
 
 use super::{FOLDER_VERSION, FolderError};
 
@@ -29,7 +29,7 @@ struct Sealed<T> {
 /// The checksum is over the table as this code writes it without white space, so that a file that
 /// was only reformatted still holds.
 fn checksum<T: Serialize>(table: &T) -> Result<String, serde_json::Error> {
-    Ok(format!("{:032x}", xxh3_128(&serde_json::to_vec(table)?)))
+    Ok(format!("{:032x}", XxHash3_128::oneshot(&serde_json::to_vec(table)?)))
 }
 
 /// Reads a file. `None` when there is none.

@@ -4,6 +4,7 @@
 //! * `mapping` holds one mapping and copies in and out of it.
 //! * [`SharedMemory`] is a mapping that another process writes to: copies only, no references.
 //! * [`Arena`] is the host tier's memory: nobody else maps it, so its guards give references.
+//! * `stream` copies what nobody reads again soon, past the caches.
 //! * [`AlignedBuf`] is heap memory for what does not fit a slot: descriptor pages, probes.
 
 #![expect(unsafe_code, reason = "one of the four homes of unsafe code: raw memory and the ring")]
@@ -14,9 +15,11 @@ mod aligned;
 mod arena;
 mod mapping;
 mod shared;
+mod stream;
 
 #[cfg(feature = "store")]
 pub use aligned::AlignedBuf;
 #[cfg(feature = "store")]
 pub use arena::{Arena, PageKind, SLAB_BYTES_MAX, SlotError, SlotRead, SlotWrite};
 pub use shared::SharedMemory;
+pub(super) use stream::stream_copy;

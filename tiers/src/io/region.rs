@@ -6,13 +6,23 @@
 use std::io;
 use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 
-use xxhash_rust::xxh3::Xxh3;
+use twox_hash::XxHash3_128;
 
 use super::SharedMemory;
+use super::buffer::stream_copy;
 use crate::block::{LayoutError, Plane, RegionLayout, Sum128};
 
-/// Bytes that are copied and then hashed while they are still in the nearest caches.
-const CHUNK_BYTES: usize = 16 << 10;
+/// Bytes that are copied and then hashed while they are still in the nearest cache, with room there
+/// for those that are fetched meanwhile.
+const CHUNK_BYTES: usize = 4 << 10;
+
+/// Blocks from this size on are copied past the caches: a call has many of them, and all are larger
+/// than a core's share of the caches.
+const STREAM_BYTES_MIN: u64 = 128 << 10;
+
+/// Memory on the stack that is aligned as the copies like it.
+#[repr(align(64))]
+struct Chunk([u8; CHUNK_BYTES]);
 
 /// Why a region is refused, or a copy was not made.
 #[derive(Debug, thiserror::Error)]
@@ -123,7 +133,9 @@ impl Region {
     pub fn gather(&self, place: u32, out: &mut [u8]) -> Result<Sum128, RegionError> {
         let _open = self.enter()?;
         self.check(place, out.len())?;
-        let mut sum = Xxh3::new();
+        let streams = self.streams();
+        let mut sum = XxHash3_128::new();
+        let mut near = Chunk([0; CHUNK_BYTES]);
         let mut rest = out;
         for (offset, len) in self.runs(place) {
             let (run, behind) = std::mem::take(&mut rest)
@@ -131,13 +143,20 @@ impl Region {
                 .ok_or(self.wrong_length(len))?;
             let mut at = offset;
             for chunk in run.chunks_mut(CHUNK_BYTES) {
-                self.memory.read_at(at, chunk)?;
-                sum.update(chunk);
+                // What is hashed is our copy, and what is kept is a copy of that.
+                if streams && let Some(near) = near.0.get_mut(..chunk.len()) {
+                    self.memory.read_at(at, near)?;
+                    sum.write(near);
+                    stream_copy(near, chunk);
+                } else {
+                    self.memory.read_at(at, chunk)?;
+                    sum.write(chunk);
+                }
                 at += chunk.len() as u64;
             }
             rest = behind;
         }
-        Ok(Sum128(sum.digest128().to_le_bytes()))
+        Ok(Sum128(sum.finish_128().to_le_bytes()))
     }
 
     /// Copies a block's bytes to `place`.
@@ -150,7 +169,11 @@ impl Region {
         let mut rest = bytes;
         for (offset, len) in self.runs(place) {
             let (run, behind) = rest.split_at_checked(len).ok_or(self.wrong_length(len))?;
-            self.memory.write_at(offset, run)?;
+            if self.streams() {
+                self.memory.stream_at(offset, run)?;
+            } else {
+                self.memory.write_at(offset, run)?;
+            }
             rest = behind;
         }
         Ok(())
@@ -164,7 +187,7 @@ impl Region {
     pub fn hash(&self, place: u32) -> Result<Sum128, RegionError> {
         let _open = self.enter()?;
         self.check(place, self.block_bytes as usize)?;
-        let mut sum = Xxh3::new();
+        let mut sum = XxHash3_128::new();
         let mut chunk = [0; CHUNK_BYTES];
         for (offset, len) in self.runs(place) {
             let mut done = 0;
@@ -172,11 +195,16 @@ impl Region {
                 let step = CHUNK_BYTES.min(len - done);
                 let part = chunk.get_mut(..step).ok_or(self.wrong_length(step))?;
                 self.memory.read_at(offset + done as u64, part)?;
-                sum.update(part);
+                sum.write(part);
                 done += step;
             }
         }
-        Ok(Sum128(sum.digest128().to_le_bytes()))
+        Ok(Sum128(sum.finish_128().to_le_bytes()))
+    }
+
+    /// Whether blocks are copied past the caches.
+    fn streams(&self) -> bool {
+        self.block_bytes >= STREAM_BYTES_MIN
     }
 
     /// The block's runs in payload order: offset in the memory, and bytes. Rows that touch are
@@ -242,7 +270,8 @@ mod tests {
 
     fn layouts() -> impl Strategy<Value = RegionLayout> {
         // Planes one behind the other, with gaps; or all planes within a block's stride.
-        let plane = (1u32..5, 1u64..20_000, 0u64..100, 0u64..50);
+        // Blocks on both sides of the size from which they are streamed.
+        let plane = (1u32..5, 1u64..40_000, 0u64..100, 0u64..50);
         (1u32..4, any::<bool>(), prop::collection::vec(plane, 1..5)).prop_map(
             |(blocks, block_outermost, parts)| {
                 let span = |rows: u32, bytes: u64, gap: u64| (bytes + gap) * u64::from(rows);

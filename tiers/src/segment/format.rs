@@ -4,7 +4,7 @@
 //! here does I/O, and no input makes it panic.
 
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::{xxh3_64_with_seed, xxh3_128_with_seed};
+use twox_hash::{XxHash3_64, XxHash3_128};
 
 use super::{SEGMENT_BYTES_RANGE, SUPERBLOCK_AREA_BYTES, StoreGeometry};
 use crate::block::{DESCRIPTOR_BYTES, PAGE_BYTES};
@@ -207,7 +207,7 @@ fn header_seed(salt: u128, segment: u32) -> u64 {
     let (left, right) = bytes.split_at_mut(16);
     left.copy_from_slice(&salt.to_le_bytes());
     right.copy_from_slice(&segment.to_le_bytes());
-    xxh3_64_with_seed(&bytes, 0)
+    XxHash3_64::oneshot(&bytes)
 }
 
 struct PageWriter {
@@ -239,7 +239,7 @@ impl PageWriter {
 
     fn seal(mut self, seed: u64) -> [u8; PAGE] {
         let (body, sum) = self.bytes.split_at_mut(SUM_AT);
-        sum.copy_from_slice(&xxh3_128_with_seed(body, seed).to_le_bytes());
+        sum.copy_from_slice(&XxHash3_128::oneshot_with_seed(seed, body).to_le_bytes());
         self.bytes
     }
 }
@@ -266,7 +266,7 @@ impl<'a> PageReader<'a> {
     /// can be told from a damaged one.
     fn check(&self, seed: u64) -> Result<(), FormatError> {
         let (body, sum) = self.bytes.split_at(SUM_AT);
-        if xxh3_128_with_seed(body, seed).to_le_bytes() != sum {
+        if XxHash3_128::oneshot_with_seed(seed, body).to_le_bytes() != sum {
             return Err(FormatError::Checksum);
         }
         if self.version != FORMAT_VERSION {
@@ -353,7 +353,7 @@ mod tests {
         let mut page = superblock().encode();
         page[8] = 2;
         assert_eq!(Superblock::decode(&page), Err(FormatError::Checksum));
-        let sum = xxh3_128_with_seed(&page[..SUM_AT], 0).to_le_bytes();
+        let sum = XxHash3_128::oneshot(&page[..SUM_AT]).to_le_bytes();
         page[SUM_AT..].copy_from_slice(&sum);
         assert_eq!(Superblock::decode(&page), Err(FormatError::Version(2)));
         assert_eq!(Superblock::decode(&[0; PAGE]), Err(FormatError::Empty));

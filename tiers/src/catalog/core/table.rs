@@ -8,7 +8,7 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::hash::{BuildHasher, Hasher};
 
-use xxhash_rust::xxh3::xxh3_64_with_seed;
+use twox_hash::XxHash3_64;
 
 use super::request::{GpuId, Timestamp};
 use super::slots::SlotId;
@@ -179,7 +179,7 @@ impl BuildHasher for SeededHash {
 
 impl Hasher for KeyHasher {
     fn write(&mut self, bytes: &[u8]) {
-        self.0 = xxh3_64_with_seed(bytes, self.0);
+        self.0 = XxHash3_64::oneshot_with_seed(self.0, bytes);
     }
 
     fn finish(&self) -> u64 {

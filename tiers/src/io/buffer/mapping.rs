@@ -9,6 +9,8 @@ use std::os::fd::BorrowedFd;
 
 use memmap2::{Advice, MmapOptions, MmapRaw};
 
+use super::stream::stream;
+
 /// Bytes of a huge page.
 #[cfg(feature = "store")]
 pub(crate) const HUGE_PAGE_BYTES: u64 = 2 << 20;
@@ -92,6 +94,16 @@ impl Mapping {
             let from = self.base().add(offset as usize).cast_const();
             std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), out.len());
         }
+        true
+    }
+
+    /// Copies bytes in, past the caches. `false` when the range is not in the mapping.
+    pub(crate) fn stream_in(&self, offset: u64, bytes: &[u8]) -> bool {
+        if !self.holds(offset, bytes.len()) {
+            return false;
+        }
+        // SAFETY: as in `copy_in`.
+        unsafe { stream(bytes.as_ptr(), self.base().add(offset as usize), bytes.len()) };
         true
     }
 

@@ -85,6 +85,17 @@ impl SharedMemory {
         Err(self.out_of_range(offset, bytes.len()))
     }
 
+    /// Copies `bytes` to `offset`, past the caches: for what this process does not read again.
+    ///
+    /// # Errors
+    /// [`RegionError::OutOfRange`], and then nothing was written.
+    pub fn stream_at(&self, offset: u64, bytes: &[u8]) -> Result<(), RegionError> {
+        if self.mapping.stream_in(offset, bytes) {
+            return Ok(());
+        }
+        Err(self.out_of_range(offset, bytes.len()))
+    }
+
     /// Fills `out` from `offset`.
     ///
     /// # Errors
