@@ -1,6 +1,7 @@
-//! The client for callers without an asynchronous runtime. It has a runtime of its own with one
-//! thread, which also keeps the connection. Safe to use from any number of threads, and from within
-//! another runtime (where it blocks the calling thread, as the name says).
+//! The client for callers without an asynchronous runtime. It has a runtime of its own, which the
+//! calling thread drives while it waits; while nobody calls, a thread keeps the connection. Safe to
+//! use from any number of threads, and from within another runtime (where it blocks the calling
+//! thread, as the name says).
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -9,7 +10,6 @@ use std::time::Duration;
 use kvtide_tiers::block::{BlockKey, NamespaceId, RegionLayout};
 use kvtide_tiers::catalog::{InspectPage, LoadBlock, Outcome, PinId, StoreBlock};
 use kvtide_tiers::io::SharedMemory;
-use tokio::runtime::Runtime;
 
 use crate::client::{self, ForgetWhat, Inspect, LoadedPrefix};
 use crate::config::ClientConfig;
@@ -18,6 +18,7 @@ use crate::error::ClientError;
 use crate::gpu::{GpuExport, GpuRegion};
 use crate::handles::{Lease, Lookup, NamespaceHandle, Ticket};
 use crate::hello::SessionLimits;
+use crate::own_runtime::OwnRuntime;
 use crate::protocol::{
     Drained, NamespaceRow, NamespaceSpec, Pinned, StatsReply, StatusReport, VersionInfo,
 };
@@ -26,41 +27,9 @@ use crate::region::{AsRegion, RegionHandle};
 /// As [`crate::Client`], blocking.
 #[derive(Clone, Debug)]
 pub struct Client {
-    // Dropped before the runtime, whose thread closes the connection.
+    // Dropped before the runtime, which closes the connection.
     inner: client::Client,
     runtime: Arc<OwnRuntime>,
-}
-
-#[derive(Debug)]
-struct OwnRuntime(Option<Runtime>);
-
-impl Drop for OwnRuntime {
-    fn drop(&mut self) {
-        // A runtime that waits for its thread may not be dropped inside another runtime.
-        if let Some(runtime) = self.0.take() {
-            runtime.shutdown_background();
-        }
-    }
-}
-
-impl OwnRuntime {
-    fn start() -> Result<OwnRuntime, ClientError> {
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(1)
-            .thread_name("kvtide-client")
-            .enable_all()
-            .build()
-            .map_err(ClientError::Runtime)?;
-        Ok(OwnRuntime(Some(runtime)))
-    }
-
-    fn run<T>(&self, future: impl Future<Output = T>) -> T {
-        let runtime = self.0.as_ref().expect("the runtime is taken only when dropped");
-        let _inside = runtime.enter();
-        // A caller inside another runtime has a budget of polls that only its own runtime renews:
-        // once it is used up, everything here would be pending and awake at once, for good.
-        futures::executor::block_on(tokio::task::unconstrained(future))
-    }
 }
 
 macro_rules! forward {

@@ -22,6 +22,7 @@ mod error;
 mod gpu;
 mod handles;
 pub mod hello;
+mod own_runtime;
 pub mod protocol;
 mod region;
 pub mod transport;
