@@ -8,7 +8,7 @@ use kvtide_tiers::{
     catalog::{
         Action, AskId, Catalog, CatalogConfig, CatalogStats, DeviceShape, Event, GpuId, LeaseId,
         Limit, Limits, LoadBlock, NamespaceInfo, NvmeShape, Outcome, Policy, PrefixQuery, RegionId,
-        Reply, Request, SessionId, StoreBlock, TenantId, Tier, Timestamp,
+        Reply, Request, SessionId, StoreBlock, TenantId, Tier, Timestamp, WRITE_BYTES_IN_FLIGHT,
     },
     movement::{NodeConfig, NvmeConfig},
 };
@@ -97,7 +97,7 @@ impl Core {
                 geometry,
                 epoch: 1,
                 quarantined: Vec::new(),
-                write_bytes_in_flight: 8 << 20,
+                write_bytes_in_flight: WRITE_BYTES_IN_FLIGHT,
                 reads_in_flight: 64,
                 clean_segments: 4,
                 reinsert_percent: 25,

@@ -359,6 +359,7 @@ impl Conductor {
                 op,
                 from,
                 through,
+                verified,
                 namespace,
                 key,
                 raw_sum,
@@ -367,7 +368,7 @@ impl Conductor {
                 place,
                 after_event,
             } => {
-                let expect = Expect { namespace, key, raw_sum, raw_bytes };
+                let expect = Expect { namespace, key, raw_sum, raw_bytes, verified };
                 match (on(&self.gpus, region, place, after_event), from) {
                     (Some(to), from) => self.gpus.scatter(op, from, through, &expect, to)?,
                     (None, SlotPlace::Host(slot)) => {

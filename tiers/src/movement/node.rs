@@ -17,6 +17,7 @@ use crate::block::{GpuOrder, NamespaceId};
 use crate::catalog::{
     Catalog, CatalogConfig, DeviceShape, Event, GpuId, Limit, Limits, Lru, NamespaceInfo,
     NvmeShape, OpError, OpId, Outcome, RegionId, Reply, Request, SessionId, TenantId, TicketId,
+    WRITE_BYTES_IN_FLIGHT,
 };
 use crate::io::fault::{FaultCounters, FaultDevice};
 use crate::io::{Arena, BlockDevice, OpenDevice, Region, RingStatus, open_device};
@@ -302,7 +303,7 @@ fn open_store(
         geometry: open.geometry,
         epoch: open.epoch,
         quarantined: open.quarantined.clone(),
-        write_bytes_in_flight: 8 << 20,
+        write_bytes_in_flight: WRITE_BYTES_IN_FLIGHT,
         reads_in_flight: 64,
         clean_segments: 4,
         reinsert_percent: 25,

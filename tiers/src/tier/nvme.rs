@@ -41,8 +41,11 @@ pub struct NvmeOptions {
     pub jobs_max: usize,
     /// Most bytes of reads in flight. Default: 32 MiB. One read is always let through.
     pub read_bytes_max: u64,
-    /// Most bytes of writes in flight. Default: 8 MiB. One write is always let through.
+    /// Most bytes of writes in flight. Default: 16 MiB. One write is always let through.
     pub write_bytes_max: u64,
+    /// The same while reads are in flight, so that a read waits for few writes only. Default:
+    /// 8 MiB.
+    pub write_bytes_beside_reads: u64,
     /// Descriptors of one segment that are committed at the latest. Default: 32.
     pub commit_descriptors: u32,
     /// How long a descriptor waits for others before it is committed. Default: 100 ms.
@@ -56,7 +59,8 @@ impl Default for NvmeOptions {
         NvmeOptions {
             jobs_max: 4096,
             read_bytes_max: 32 << 20,
-            write_bytes_max: 8 << 20,
+            write_bytes_max: 16 << 20,
+            write_bytes_beside_reads: 8 << 20,
             commit_descriptors: 32,
             commit_delay: Duration::from_millis(100),
             stop_timeout: Duration::from_secs(10),

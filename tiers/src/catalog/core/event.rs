@@ -243,6 +243,10 @@ pub enum Action {
         raw_bytes: u32,
     },
     /// Verify a slot against its host descriptor and this identity, then copy it into a region.
+    ///
+    /// The bytes of a block that was just read from nvme were hashed for that read's completion,
+    /// which this action answers, and the slot was not free for anybody since: they are not hashed
+    /// a second time.
     Scatter {
         /// Number of the completion.
         op: OpId,
@@ -250,6 +254,8 @@ pub enum Action {
         from: SlotPlace,
         /// For a region on a GPU: by way of this slot of the GPU's pool, which keeps the block.
         through: Option<SlotId>,
+        /// The completion that this answers said that the host slot's bytes match `raw_sum`.
+        verified: bool,
         /// What must be there.
         namespace: NamespaceId,
         /// What must be there.
@@ -395,6 +401,10 @@ pub fn slab_bytes_for(bytes: u64) -> u32 {
     (bytes / 64 / unit * unit).clamp(4 << 20, 64 << 20) as u32
 }
 
+/// Bytes of writes under way that keep a drive busy: what it is given at a time, and as much again
+/// that waits for it.
+pub const WRITE_BYTES_IN_FLIGHT: u64 = 32 << 20;
+
 /// The nvme tier as the catalog sees it.
 #[derive(Clone, Debug)]
 pub struct NvmeShape {
@@ -404,7 +414,7 @@ pub struct NvmeShape {
     pub epoch: u32,
     /// Segments that failed in earlier runs.
     pub quarantined: Vec<u32>,
-    /// Most bytes of writes under way. Default: 8 MiB.
+    /// Most bytes of writes under way. Default: [`WRITE_BYTES_IN_FLIGHT`].
     pub write_bytes_in_flight: u64,
     /// Most reads under way. Default: 64.
     pub reads_in_flight: usize,

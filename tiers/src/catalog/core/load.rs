@@ -70,7 +70,7 @@ impl Catalog {
         }
         let block = self.table.get(index);
         if self.copy_for(index, gpu).is_some() {
-            return self.start_scatter(index, part, target, place, Tier::Host);
+            return self.start_scatter(index, part, target, place, Tier::Host, false);
         }
         match (block.device, block.host, block.nvme) {
             (DeviceCopy::Filling { doomed: false, .. }, HostCopy::Absent, NvmeCopy::Absent) => {
@@ -109,7 +109,16 @@ impl Catalog {
         near.or_else(|| block.host_slot().map(SlotPlace::Host))
     }
 
-    fn start_scatter(&mut self, index: u32, part: Part, target: Target, place: u32, tier: Tier) {
+    /// `verified`: the completion that is being answered said that the host slot's bytes are right.
+    fn start_scatter(
+        &mut self,
+        index: u32,
+        part: Part,
+        target: Target,
+        place: u32,
+        tier: Tier,
+        verified: bool,
+    ) {
         let gpu = self.gpu_of(target.region);
         let Some(from) = self.copy_for(index, gpu) else {
             return self.load_block(index, part, target, place);
@@ -134,6 +143,7 @@ impl Catalog {
             op,
             from,
             through,
+            verified,
             namespace: block.namespace,
             key: block.key,
             raw_sum: block.raw_sum,
@@ -154,7 +164,7 @@ impl Catalog {
                 Err(_) => self.abort_device_fill(index),
             }
             // Somebody may have met the fill while the host copy was going.
-            self.wake(index);
+            self.wake(index, false);
         }
         self.count_scattered(index, from, result.is_ok());
         match result {
@@ -417,7 +427,7 @@ impl Catalog {
 
     /// A slot of host RAM was filled from another tier: whoever waited goes on.
     pub(super) fn host_filled(&mut self, index: u32) {
-        let HostCopy::Filling { slot, .. } = self.table.get(index).host else {
+        let HostCopy::Filling { slot, source, .. } = self.table.get(index).host else {
             return;
         };
         let block = self.table.get_mut(index);
@@ -431,7 +441,8 @@ impl Catalog {
             // latched offline).
             self.become_dirty(index);
         }
-        self.wake(index);
+        // What comes from a GPU was checked there, not here.
+        self.wake(index, source == FillSource::Nvme);
     }
 
     /// A bad read is retried once, into another slot; then the copy is given up.
@@ -491,8 +502,9 @@ impl Catalog {
         }
     }
 
-    /// The block is in a faster tier now: whoever waited goes on.
-    pub(super) fn wake(&mut self, index: u32) {
+    /// The block is in a faster tier now: whoever waited goes on. `verified`: its bytes in host RAM
+    /// were checked just now.
+    pub(super) fn wake(&mut self, index: u32, verified: bool) {
         for waiter in self.flow.waiters.remove(&index).unwrap_or_default() {
             let part = waiter.part();
             let waiting = self.flow.tickets.get(&part.ticket);
@@ -501,7 +513,7 @@ impl Catalog {
             }
             match waiter {
                 Waiter::Load { target, place, tier, .. } => {
-                    self.start_scatter(index, part, target, place, tier);
+                    self.start_scatter(index, part, target, place, tier, verified);
                 }
                 Waiter::Store { target, place, .. } => {
                     self.start_compare(index, part, target, place);

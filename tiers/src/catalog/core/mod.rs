@@ -30,7 +30,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 
 pub use event::{
     Action, CatalogConfig, DeviceShape, Event, Limits, NamespaceInfo, NvmeShape, OpError, OpId,
-    SlotPlace, slab_bytes_for,
+    SlotPlace, WRITE_BYTES_IN_FLIGHT, slab_bytes_for,
 };
 pub use policy::{Fifo, Lru, POLICY_NAMES, Policy, Sieve, policy_by_name};
 pub use slots::SlotId;

@@ -206,13 +206,13 @@ impl Catalog {
                 self.host.bytes_in += u64::from(block.raw_bytes);
                 self.become_dirty(index);
                 self.finish(part, Outcome::Stored);
-                self.wake(index);
+                self.wake(index, false);
             }
             (Ok(sum), SlotPlace::Device(gpu, _)) if !doomed && self.device_usable(gpu) => {
                 self.table.get_mut(index).raw_sum = sum;
                 self.device_filled(index);
                 self.finish(part, Outcome::Stored);
-                self.wake(index);
+                self.wake(index, false);
             }
             _ => {
                 match to {

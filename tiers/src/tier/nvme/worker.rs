@@ -454,7 +454,10 @@ impl Worker {
             }
             let bytes = job.buffer.bytes().len() as u64;
             let flying = self.flying.write_bytes;
-            if flying > 0 && flying + bytes > self.options.write_bytes_max {
+            let beside_reads = self.options.write_bytes_beside_reads;
+            let max = self.options.write_bytes_max;
+            let max = if self.flying.reads > 0 { max.min(beside_reads) } else { max };
+            if flying > 0 && flying + bytes > max {
                 break;
             }
             let Some(job) = self.queues.writes.pop_front() else { break };
