@@ -4,12 +4,14 @@
 use std::fs::{DirBuilder, File, OpenOptions, Permissions};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use futures::StreamExt;
+use futures::stream::FuturesUnordered;
+use futures::{FutureExt, StreamExt};
 use kvtide_client::hello::{
     Answer, Hello, HelloKind, HelloRefusal, SessionLimits, Welcome, encode_answer, recv_hello,
     send_answer,
@@ -23,7 +25,6 @@ use tarpc::server::{BaseChannel, Channel};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::task::JoinSet;
 
 use crate::app::{App, AppError};
 use crate::config::Caller;
@@ -400,13 +401,15 @@ async fn serve(guard: &SessionGuard, stream: UnixStream) {
     let calls_max = usize::try_from(app.limits().calls_in_flight).unwrap_or(usize::MAX);
     let channel = BaseChannel::with_defaults(server_transport(stream));
     let mut requests = std::pin::pin!(channel.max_concurrent_requests(calls_max).requests());
-    let mut calls = JoinSet::new();
+    // On this task, which writes the answers as well: a task for each would only be handed about.
+    let mut calls = FuturesUnordered::new();
     loop {
         tokio::select! {
             request = requests.next() => match request {
                 Some(Ok(request)) => {
                     let service = service.for_call(&request.get().message);
-                    calls.spawn(request.execute(service.serve()));
+                    let call = AssertUnwindSafe(request.execute(service.serve()));
+                    calls.push(call.catch_unwind());
                 }
                 Some(Err(error)) => {
                     if !hung_up(&error) {
@@ -421,8 +424,8 @@ async fn serve(guard: &SessionGuard, stream: UnixStream) {
                 }
                 None => return,
             },
-            Some(ended) = calls.join_next(), if !calls.is_empty() => {
-                if ended.is_err_and(|error| error.is_panic()) {
+            Some(ended) = calls.next(), if !calls.is_empty() => {
+                if ended.is_err() {
                     ServiceCounters::count(&app.counters.panics);
                     tracing::error!("a call ended in a panic; the daemon goes on");
                 }
