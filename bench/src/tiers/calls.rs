@@ -40,6 +40,9 @@ const CLIENTS: usize = 8;
 /// Bytes of the blocks that are looked up; they are never moved while calls are timed.
 const BLOCK_BYTES: u64 = 64 << 10;
 
+/// Longest time of a call that is told from longer ones, nanoseconds.
+const NS_MAX: u64 = 60_000_000_000;
+
 /// Longest time of a call.
 const WAIT: Duration = Duration::from_secs(20);
 
@@ -196,20 +199,23 @@ impl Calls {
                 .map(|(client, namespace)| {
                     scope.spawn(move || {
                         start.wait();
-                        (0..each).try_for_each(|_| look_up(client, namespace, keys))
+                        let began = Instant::now();
+                        (0..each).try_for_each(|_| look_up(client, namespace, keys))?;
+                        anyhow::Ok((began, Instant::now()))
                     })
                 })
                 .collect();
             let (daemon, own) = (thread_seconds(self.daemon_pid).unwrap_or(0.0), own_seconds());
             start.wait();
-            let began = Instant::now();
+            let mut span: Option<(Instant, Instant)> = None;
             for thread in threads {
-                match thread.join() {
-                    Ok(done) => done?,
-                    Err(_) => bail!("a client's thread panicked"),
-                }
+                let Ok(done) = thread.join() else { bail!("a client's thread panicked") };
+                let (began, ended) = done?;
+                let (first, last) = span.unwrap_or((began, ended));
+                span = Some((first.min(began), last.max(ended)));
             }
-            let took = began.elapsed().as_secs_f64();
+            let (began, ended) = span.context("there is a client")?;
+            let took = (ended - began).as_secs_f64();
             let calls = (each * self.clients.len()) as f64;
             let own = own_seconds() - own;
             let daemon = thread_seconds(self.daemon_pid).unwrap_or(daemon) - daemon;
@@ -310,7 +316,7 @@ fn timed(
     count: usize,
     mut call: impl FnMut() -> anyhow::Result<()>,
 ) -> anyhow::Result<Histogram<u64>> {
-    let mut histogram = Histogram::new(3)?;
+    let mut histogram = Histogram::new_with_bounds(1, NS_MAX, 3)?;
     for _ in 0..count / 20 {
         call()?;
     }

@@ -312,10 +312,11 @@ impl Fleet {
             let before = thread_seconds(self.daemon_pid).unwrap_or(0.0);
             let own = own_seconds();
             let stored = self.timed(&sets, |client, set| client.store(set.blocks(), *how))?;
-            self.settle()?;
+            let pause = self.settle()?;
             let durable = Instant::now();
             let mut row = self.round(&stored, round, measures);
             row.calls_took = Some(row.took);
+            row.pause = pause;
             row.took = durable - stored.started;
             row.daemon_cpu_s = thread_seconds(self.daemon_pid).unwrap_or(before) - before;
             row.client_cpu_s = own_seconds() - own;
@@ -430,15 +431,22 @@ impl Fleet {
         Ok(())
     }
 
-    /// Waits until no block of host RAM lacks its copy on nvme.
-    pub(super) fn settle(&self) -> anyhow::Result<()> {
+    /// Waits until no block of host RAM lacks its copy on nvme. Returns the longest time in which
+    /// none became durable: the daemon waits until nobody asks for anything before it writes what
+    /// need not be written yet.
+    pub(super) fn settle(&self) -> anyhow::Result<Duration> {
         let client = self.first()?;
         let started = Instant::now();
+        let (mut changed, mut dirty, mut longest) = (started, u64::MAX, Duration::ZERO);
         while started.elapsed() < SETTLE_MAX {
             let stats = client.stats()?;
             let catalog = stats.catalog.context("the daemon shows its counters to its owner")?;
+            longest = longest.max(changed.elapsed());
             if catalog.dirty_blocks == 0 {
-                return Ok(());
+                return Ok(longest);
+            }
+            if catalog.dirty_blocks != dirty {
+                (changed, dirty) = (Instant::now(), catalog.dirty_blocks);
             }
             std::thread::sleep(SETTLE_STEP);
         }
@@ -451,7 +459,7 @@ impl Fleet {
         let first = self.clients.first().context("there is a client")?;
         let id = first.namespace.id().context("the namespace is open")?;
         first.client.forget(&ForgetWhat::Namespace(id))?;
-        self.settle()
+        self.settle().map(drop)
     }
 }
 

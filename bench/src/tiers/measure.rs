@@ -27,6 +27,8 @@ pub(super) enum Work {
     Host,
     /// The raw ring.
     Raw,
+    /// fio.
+    Fio,
     /// Blocks of the nvme tier.
     Nvme,
 }
@@ -92,6 +94,8 @@ impl Kind {
             Work::MemcpySum => "  after XXH3-128 in a first pass".into(),
             Work::Raw if store => format!("raw ring, write, depth {depth}"),
             Work::Raw => format!("raw ring, read, depth {depth}"),
+            Work::Fio if store => format!("fio, write, depth {depth}"),
+            Work::Fio => format!("fio, read, depth {depth}"),
             Work::Host => format!("{verb}, host, {batch} a call, {depth} calls"),
             Work::Nvme if store => format!("store until on nvme, {batch} a call, {depth} calls"),
             Work::Nvme => format!("load, nvme, {batch} a call, {depth} calls"),
@@ -103,7 +107,7 @@ impl Kind {
         match self.work {
             Work::Memcpy | Work::Raw => None,
             Work::MemcpySum | Work::Host => Some(Work::Memcpy),
-            Work::Nvme => Some(Work::Raw),
+            Work::Nvme | Work::Fio => Some(Work::Raw),
         }
     }
 }
@@ -116,6 +120,8 @@ pub(super) struct Round {
     pub(super) took: Duration,
     /// When the last call had ended, where more was waited for.
     pub(super) calls_took: Option<Duration>,
+    /// The longest part of that wait in which nothing was done.
+    pub(super) pause: Duration,
     pub(super) calls: Vec<Duration>,
     pub(super) daemon_cpu_s: f64,
     pub(super) client_cpu_s: f64,
@@ -233,6 +239,16 @@ impl Measures {
         median(self.ratios(kind))
     }
 
+    /// The ratio if nothing had been waited for in vain.
+    pub(super) fn ratio_without_pause(&self, kind: Kind) -> Option<f64> {
+        let seconds = |round: &Round| {
+            let took = round.took.as_secs_f64();
+            took / (took - round.pause.as_secs_f64()).max(1e-9)
+        };
+        let faster = self.rounds(kind).iter().map(seconds);
+        median(self.ratios(kind).into_iter().zip(faster).map(|(ratio, faster)| ratio * faster))
+    }
+
     fn calls(&self, kind: Kind) -> Histogram<u64> {
         let mut histogram = histogram();
         for call in self.rounds(kind).iter().flat_map(|round| &round.calls) {
@@ -258,7 +274,7 @@ impl Measures {
     /// Kinds in the order of the tables: each behind its yardstick.
     fn in_order(&self) -> Vec<Kind> {
         let groups: [&[Work]; 2] =
-            [&[Work::Memcpy, Work::MemcpySum, Work::Host], &[Work::Raw, Work::Nvme]];
+            [&[Work::Memcpy, Work::MemcpySum, Work::Host], &[Work::Raw, Work::Fio, Work::Nvme]];
         let mut kinds = Vec::new();
         for group in groups {
             for direction in [Direction::Store, Direction::Load] {
@@ -283,13 +299,18 @@ impl Measures {
                 Some(other) if other.work == Work::Raw => format!("raw, depth {}", other.depth),
                 Some(_) => "memcpy".into(),
             };
+            let calls = self.calls(kind);
+            let time = |quantile| match calls.is_empty() {
+                true => "-".to_owned(),
+                false => show_micros(calls.value_at_quantile(quantile)),
+            };
             table.row([
                 kind.name(),
                 format!("{gb_s:.2}"),
                 self.ratio(kind).map_or(String::new(), |ratio| format!("{ratio:.2}")),
                 beside,
-                show_micros(self.quantile_us(kind, 0.5)),
-                show_micros(self.quantile_us(kind, 0.99)),
+                time(0.5),
+                time(0.99),
                 format!("{daemon:.3}"),
                 format!("{client:.3}"),
             ]);
@@ -318,6 +339,7 @@ impl Measures {
                 "round": round.round,
                 "gb_s": round.gb_s(),
                 "seconds": round.took.as_secs_f64(),
+                "pause_seconds": round.pause.as_secs_f64(),
                 "calls_seconds": round.calls_took.map(|took| took.as_secs_f64()),
                 "daemon_cpu_s": round.daemon_cpu_s,
                 "client_cpu_s": round.client_cpu_s,
@@ -360,9 +382,11 @@ impl Measures {
             let rounds = self.rounds(kind);
             let calls = median(rounds.iter().filter_map(|r| Some(r.calls_took?.as_secs_f64())));
             let all = median(rounds.iter().map(|round| round.took.as_secs_f64()));
-            if let (Some(calls), Some(all)) = (calls, all) {
+            let pause = median(rounds.iter().map(|round| round.pause.as_secs_f64()));
+            if let (Some(calls), Some(all), Some(pause)) = (calls, all, pause) {
                 remarks.push(format!(
-                    "{}: the last call ended after {calls:.2} s, all was written after {all:.2} s",
+                    "{}: the last call ended after {calls:.2} s; all was written after {all:.2} s, \
+                     with a pause of {pause:.2} s until the daemon took itself to be idle",
                     kind.name()
                 ));
             }

@@ -77,21 +77,25 @@ impl Copies {
                 .map(|(number, slots)| {
                     scope.spawn(move || {
                         start.wait();
-                        self.copy(work, direction, number * share, slots)
+                        let began = Instant::now();
+                        let calls = self.copy(work, direction, number * share, slots)?;
+                        anyhow::Ok((began, Instant::now(), calls))
                     })
                 })
                 .collect();
             let cpu = own_seconds();
             start.wait();
-            let began = Instant::now();
             let mut calls = Vec::with_capacity(self.slots.len());
+            let mut span: Option<(Instant, Instant)> = None;
             for thread in threads {
-                match thread.join() {
-                    Ok(done) => calls.append(&mut done?),
-                    Err(_) => bail!("a copying thread panicked"),
-                }
+                let Ok(done) = thread.join() else { bail!("a copying thread panicked") };
+                let (began, ended, mut own) = done?;
+                let (first, last) = span.unwrap_or((began, ended));
+                span = Some((first.min(began), last.max(ended)));
+                calls.append(&mut own);
             }
-            anyhow::Ok((began.elapsed(), calls, own_seconds() - cpu))
+            let (began, ended) = span.context("there is a thread")?;
+            anyhow::Ok((ended - began, calls, own_seconds() - cpu))
         })?;
         let bytes = self.slots.len() as u64 * u64::from(self.block_bytes);
         Ok(Round { round, bytes, took, calls, client_cpu_s, ..Round::default() })

@@ -13,6 +13,7 @@
 
 mod calls;
 mod client;
+mod fio;
 mod judge;
 mod measure;
 mod memcpy;
@@ -29,6 +30,7 @@ pub use self::calls::run_pong;
 use self::{
     calls::Calls,
     client::Fleet,
+    fio::Fio,
     measure::{How, Measures},
     memcpy::Copies,
     raw::Raw,
@@ -238,7 +240,6 @@ fn run_one(
     let (mut daemon, _) = Daemon::start(spec)?;
     let mut measures = Measures::new();
     let mut bench = Bench::prepare(setup, &daemon, &folder, args.quick)?;
-    let machine = bench.machine(scratch)?;
     let rounds = args.rounds.unwrap_or(if args.quick { 2 } else { 7 });
     let progress = Progress::new(u64::from(rounds) * 5);
     progress.set(0);
@@ -250,6 +251,7 @@ fn run_one(
     bench.calls.idle(args.quick)?;
     progress.end();
     measures.end();
+    let machine = bench.machine(scratch)?;
     let targets = judge::judge(setup, &measures, Some(&bench.calls));
     if !args.json {
         say(&format!("{}: {rounds} rounds; {}", setup.name(), machine_words(&machine)));
@@ -293,6 +295,7 @@ struct Bench {
     threads: (usize, &'static str),
     fleet: Fleet,
     raw: Raw,
+    fio: Fio,
     calls: Calls,
 }
 
@@ -309,6 +312,7 @@ impl Bench {
             threads,
             fleet: Fleet::connect(daemon, setup)?,
             raw: Raw::prepare(folder, setup)?,
+            fio: Fio::find(folder, setup),
             calls: Calls::new(daemon, quick)?,
         })
     }
@@ -324,6 +328,7 @@ impl Bench {
             "daemon_io": status.nvme_io,
             "raw_pages": self.raw.pages(),
             "raw_io": self.raw.ring(),
+            "fio": self.fio.words(),
             "memcpy_pages": self.copies.pages(),
             "memcpy_threads": self.threads.0,
             "memcpy_threads_why": self.threads.1,
@@ -347,7 +352,10 @@ impl Bench {
             match part {
                 "memcpy" => self.copies.round(round, measures)?,
                 "host tier" => self.fleet.host_round(round, measures)?,
-                "raw ring" => self.raw.round(round, measures)?,
+                "raw ring" => {
+                    self.raw.round(round, measures)?;
+                    self.fio.round(round, measures);
+                }
                 "nvme tier" => self.fleet.nvme_round(round, measures)?,
                 _ => self.calls.round(round)?,
             }
