@@ -28,6 +28,9 @@ enum Command {
     /// A client process of `replay`.
     #[command(name = "__worker", hide = true)]
     Worker(replay::WorkerArgs),
+    /// The other process of `tiers`' ping-pong.
+    #[command(name = "__pong", hide = true)]
+    Pong,
     /// The other process of `device`.
     #[command(name = "__gpu-peer", hide = true)]
     Peer(device::PeerArgs),
@@ -44,6 +47,7 @@ fn main() -> ExitCode {
         Command::Replay(args) => replay::run(&args),
         Command::Sim(args) => sim::run(&args),
         Command::Tiers(args) => tiers::run(&args),
+        Command::Pong => tiers::run_pong(),
         Command::Device(args) => device::run(&args),
         Command::Peer(args) => device::run_peer(&args),
         Command::Worker(args) => replay::run_worker(&args),

@@ -184,17 +184,6 @@ fn device_faults_are_misses() {
 }
 
 #[test]
-fn yardsticks_run_in_small() {
-    let folder = folder();
-    let store = folder.path().join("d");
-    let tiers =
-        bench(&["tiers", "--quick", "--rounds", "1", "--json", "--store", store.to_str().unwrap()]);
-    assert_eq!(number(&tiers, "wrong_bytes"), 0, "{tiers}");
-    let measures = tiers["measures"].as_array().unwrap();
-    assert!(measures.iter().all(|measure| measure["gb_s"].as_f64().unwrap() > 0.0), "{tiers}");
-}
-
-#[test]
 fn what_cannot_be_done_is_said() {
     let run = |arguments: &[&str]| {
         let output =

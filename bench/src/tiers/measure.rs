@@ -1,77 +1,113 @@
-//! What was measured, and the plain copies that it is compared with.
+//! What was measured: rounds of each kind, medians, and ratios to yardsticks.
+//!
+//! A ratio is the median of the ratios within each round, so that a slow moment of the machine
+//! counts for both sides. Where a yardstick was taken at several depths, the one with the best
+//! median is used, in every round.
 
 use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
-use kvtide_tiers::block::{BlockKey, Sum128};
-use serde_json::json;
+use kvtide_client::Tier;
+use serde_json::{Value, json};
 
-use super::Sizes;
 use crate::{
-    payload::Payload,
-    process::own_seconds,
     replay::histogram,
     report::{Summary, Table},
-    units::{show_count, show_micros},
+    units::show_micros,
 };
 
-/// The kinds of measures, in the order of the table, each with the one it is compared with.
+/// What is done with the bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Kind {
+pub(super) enum Work {
+    /// Copies between memory of the kinds that client and daemon have.
     Memcpy,
+    /// The same, with a checksum in a second pass.
     MemcpySum,
-    StoreHost,
-    LoadHost,
-    StoreHostOne,
-    LoadHostOne,
-    RawWrite,
-    StoreNvme,
-    RawRead,
-    LoadNvme,
-    LoadNvmeOne,
+    /// Blocks of the host tier.
+    Host,
+    /// The raw ring.
+    Raw,
+    /// fio.
+    Fio,
+    /// Blocks of the nvme tier.
+    Nvme,
 }
 
-const KINDS: [Kind; 11] = [
-    Kind::Memcpy,
-    Kind::MemcpySum,
-    Kind::StoreHost,
-    Kind::LoadHost,
-    Kind::StoreHostOne,
-    Kind::LoadHostOne,
-    Kind::RawWrite,
-    Kind::StoreNvme,
-    Kind::RawRead,
-    Kind::LoadNvme,
-    Kind::LoadNvmeOne,
-];
+/// Which way the bytes go.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Direction {
+    /// From the client, or to the device.
+    Store,
+    /// To the client, or from the device.
+    Load,
+}
+
+/// How a client calls.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct How {
+    /// Blocks in a call.
+    pub(super) batch: usize,
+    /// Calls under way at once.
+    pub(super) calls: usize,
+}
+
+impl How {
+    /// How long a call waits for its end: an only one does so in the same call.
+    pub(super) fn wait(self, longest: Duration) -> Duration {
+        if self.calls == 1 { longest } else { Duration::ZERO }
+    }
+
+    pub(super) fn store(self, tier: Tier) -> Kind {
+        self.kind(tier, Direction::Store)
+    }
+
+    pub(super) fn load(self, tier: Tier) -> Kind {
+        self.kind(tier, Direction::Load)
+    }
+
+    fn kind(self, tier: Tier, direction: Direction) -> Kind {
+        let work = if tier == Tier::Host { Work::Host } else { Work::Nvme };
+        Kind { work, direction, batch: self.batch, depth: self.calls }
+    }
+}
+
+/// One row.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Kind {
+    pub(super) work: Work,
+    pub(super) direction: Direction,
+    /// Blocks in a call.
+    pub(super) batch: usize,
+    /// Calls, transfers or threads at once.
+    pub(super) depth: usize,
+}
 
 impl Kind {
-    fn name(self) -> &'static str {
-        match self {
-            Kind::Memcpy => "memcpy",
-            Kind::MemcpySum => "memcpy and XXH3-128",
-            Kind::StoreHost => "store, host",
-            Kind::LoadHost => "load, host",
-            Kind::StoreHostOne => "store, host, 1 block a call",
-            Kind::LoadHostOne => "load, host, 1 block a call",
-            Kind::RawWrite => "raw ring write, depth 8",
-            Kind::StoreNvme => "store until all is on nvme",
-            Kind::RawRead => "raw ring read, depth 8",
-            Kind::LoadNvme => "load, nvme",
-            Kind::LoadNvmeOne => "load, nvme, 1 block a call",
+    fn name(self) -> String {
+        let (batch, depth) = (self.batch, self.depth);
+        let store = self.direction == Direction::Store;
+        let verb = if store { "store" } else { "load" };
+        match self.work {
+            Work::Memcpy if store => format!("memcpy, region to arena, {depth} threads"),
+            Work::Memcpy => format!("memcpy, arena to region, {depth} threads"),
+            Work::MemcpySum if store => "  and XXH3-128 in a second pass".into(),
+            Work::MemcpySum => "  after XXH3-128 in a first pass".into(),
+            Work::Raw if store => format!("raw ring, write, depth {depth}"),
+            Work::Raw => format!("raw ring, read, depth {depth}"),
+            Work::Fio if store => format!("fio, write, depth {depth}"),
+            Work::Fio => format!("fio, read, depth {depth}"),
+            Work::Host => format!("{verb}, host, {batch} a call, {depth} calls"),
+            Work::Nvme if store => format!("store until on nvme, {batch} a call, {depth} calls"),
+            Work::Nvme => format!("load, nvme, {batch} a call, {depth} calls"),
         }
     }
 
-    fn beside(self) -> Option<Kind> {
-        match self {
-            Kind::Memcpy | Kind::RawWrite | Kind::RawRead => None,
-            Kind::MemcpySum
-            | Kind::StoreHost
-            | Kind::LoadHost
-            | Kind::StoreHostOne
-            | Kind::LoadHostOne => Some(Kind::Memcpy),
-            Kind::StoreNvme => Some(Kind::RawWrite),
-            Kind::LoadNvme | Kind::LoadNvmeOne => Some(Kind::RawRead),
+    /// What it is compared with.
+    fn beside(self) -> Option<Work> {
+        match self.work {
+            Work::Memcpy | Work::Raw => None,
+            Work::MemcpySum | Work::Host => Some(Work::Memcpy),
+            Work::Nvme | Work::Fio => Some(Work::Raw),
         }
     }
 }
@@ -79,37 +115,39 @@ impl Kind {
 /// One round of one kind.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Round {
+    pub(super) round: u32,
     pub(super) bytes: u64,
     pub(super) took: Duration,
+    /// When the last call had ended, where more was waited for.
+    pub(super) calls_took: Option<Duration>,
+    /// The longest part of that wait in which nothing was done.
+    pub(super) pause: Duration,
     pub(super) calls: Vec<Duration>,
     pub(super) daemon_cpu_s: f64,
     pub(super) client_cpu_s: f64,
 }
 
 impl Round {
-    fn gb_s(&self) -> f64 {
+    pub(super) fn gb_s(&self) -> f64 {
         self.bytes as f64 / 1e9 / self.took.as_secs_f64().max(1e-9)
     }
 }
 
-/// All rounds of all kinds.
+/// All rounds of all kinds of one configuration.
 #[derive(Debug)]
 pub(super) struct Measures {
-    block_bytes: u64,
-    rounds: Vec<(Kind, Round)>,
-    summary: Summary,
+    rows: Vec<(Kind, Vec<Round>)>,
+    pub(super) summary: Summary,
     busy: u64,
-    /// Loads meant for nvme that host RAM still had.
     unexpected_host: u64,
     words: Vec<String>,
     started: Instant,
 }
 
 impl Measures {
-    pub(super) fn new(block_bytes: u64) -> Measures {
+    pub(super) fn new() -> Measures {
         Measures {
-            block_bytes,
-            rounds: Vec::new(),
+            rows: Vec::new(),
             summary: Summary::default(),
             busy: 0,
             unexpected_host: 0,
@@ -120,16 +158,18 @@ impl Measures {
 
     pub(super) fn add(&mut self, kind: Kind, round: Round) {
         self.summary.requests += round.calls.len() as u64;
-        self.rounds.push((kind, round));
+        match self.rows.iter_mut().find(|(of, _)| *of == kind) {
+            Some((_, rounds)) => rounds.push(round),
+            None => self.rows.push((kind, vec![round])),
+        }
     }
 
     /// Counts one loaded block; `wrong` bytes of it differ.
-    pub(super) fn verified(&mut self, from_host: bool, wrong: u64) {
-        let tier = match from_host {
-            true => &mut self.summary.blocks_hit_host,
-            false => &mut self.summary.blocks_hit_nvme,
-        };
-        *tier += 1;
+    pub(super) fn verified(&mut self, tier: Tier, wrong: u64) {
+        match tier {
+            Tier::Host => self.summary.blocks_hit_host += 1,
+            _ => self.summary.blocks_hit_nvme += 1,
+        }
         self.summary.blocks_verified += 1;
         self.summary.wrong_bytes += wrong;
     }
@@ -138,10 +178,11 @@ impl Measures {
         self.summary.blocks_missed += blocks;
     }
 
-    pub(super) fn busy(&mut self) {
-        self.busy += 1;
+    pub(super) fn busy(&mut self, times: u64) {
+        self.busy += times;
     }
 
+    /// Loads meant for nvme that host RAM still had.
     pub(super) fn unexpected_host(&mut self, blocks: u64) {
         self.unexpected_host += blocks;
     }
@@ -154,185 +195,213 @@ impl Measures {
         }
     }
 
-    pub(super) fn wrong_bytes(&self) -> u64 {
-        self.summary.wrong_bytes
+    /// The end: how long it all took.
+    pub(super) fn end(&mut self) {
+        self.summary.seconds = self.started.elapsed().as_secs_f64();
     }
 
-    pub(super) fn failures(&self) -> u64 {
-        self.summary.client_failures
+    pub(super) fn rounds(&self, kind: Kind) -> &[Round] {
+        let found = self.rows.iter().find(|(of, _)| *of == kind);
+        found.map_or(&[], |(_, rounds)| rounds)
     }
 
-    fn of(&self, kind: Kind) -> Vec<&Round> {
-        self.rounds.iter().filter(|(of, _)| *of == kind).map(|(_, round)| round).collect()
+    /// The kinds of one work and direction.
+    pub(super) fn kinds(&self, work: Work, direction: Direction) -> impl Iterator<Item = Kind> {
+        let all = self.rows.iter().map(|(kind, _)| *kind);
+        all.filter(move |kind| kind.work == work && kind.direction == direction)
     }
 
-    fn median_gb_s(&self, kind: Kind) -> Option<f64> {
-        median(self.of(kind).iter().map(|round| round.gb_s()).collect())
+    pub(super) fn gb_s(&self, kind: Kind) -> Option<f64> {
+        median(self.rounds(kind).iter().map(Round::gb_s))
     }
 
-    /// The median of the ratios within each round, so that a slow moment counts for both.
-    fn ratio(&self, kind: Kind) -> Option<f64> {
-        let beside = self.of(kind.beside()?);
-        let ratios = self.of(kind).into_iter().zip(beside);
-        median(ratios.map(|(round, other)| round.gb_s() / other.gb_s().max(1e-9)).collect())
+    /// The kind with the best median.
+    pub(super) fn best(&self, work: Work, direction: Direction) -> Option<Kind> {
+        let speed = |kind: &Kind| self.gb_s(*kind).unwrap_or(0.0);
+        self.kinds(work, direction).max_by(|one, two| speed(one).total_cmp(&speed(two)))
+    }
+
+    /// What a kind is compared with.
+    pub(super) fn yardstick(&self, kind: Kind) -> Option<Kind> {
+        self.best(kind.beside()?, kind.direction)
+    }
+
+    pub(super) fn ratios(&self, kind: Kind) -> Vec<f64> {
+        let Some(beside) = self.yardstick(kind) else { return Vec::new() };
+        let same = |round: &Round| {
+            let other = self.rounds(beside).iter().find(|other| other.round == round.round)?;
+            Some(round.gb_s() / other.gb_s().max(1e-9))
+        };
+        self.rounds(kind).iter().filter_map(same).collect()
+    }
+
+    pub(super) fn ratio(&self, kind: Kind) -> Option<f64> {
+        median(self.ratios(kind))
+    }
+
+    /// The ratio if nothing had been waited for in vain.
+    pub(super) fn ratio_without_pause(&self, kind: Kind) -> Option<f64> {
+        let seconds = |round: &Round| {
+            let took = round.took.as_secs_f64();
+            took / (took - round.pause.as_secs_f64()).max(1e-9)
+        };
+        let faster = self.rounds(kind).iter().map(seconds);
+        median(self.ratios(kind).into_iter().zip(faster).map(|(ratio, faster)| ratio * faster))
     }
 
     fn calls(&self, kind: Kind) -> Histogram<u64> {
         let mut histogram = histogram();
-        for call in self.of(kind).iter().flat_map(|round| &round.calls) {
+        for call in self.rounds(kind).iter().flat_map(|round| &round.calls) {
             histogram.saturating_record(u64::try_from(call.as_micros()).unwrap_or(u64::MAX));
         }
         histogram
     }
 
+    /// Microseconds of a call, over all rounds.
+    pub(super) fn quantile_us(&self, kind: Kind, quantile: f64) -> u64 {
+        self.calls(kind).value_at_quantile(quantile)
+    }
+
     /// CPU seconds of daemon and client per GiB.
-    fn cpu(&self, kind: Kind) -> (f64, f64) {
-        let rounds = self.of(kind);
+    pub(super) fn cpu(&self, kind: Kind) -> (f64, f64) {
+        let rounds = self.rounds(kind);
         let gib = rounds.iter().map(|round| round.bytes).sum::<u64>() as f64 / (1u64 << 30) as f64;
-        let sum = |of: fn(&Round) -> f64| rounds.iter().map(|round| of(round)).sum::<f64>();
+        let sum = |of: fn(&Round) -> f64| rounds.iter().map(of).sum::<f64>();
         let per_gib = |seconds: f64| if gib > 0.0 { seconds / gib } else { 0.0 };
         (per_gib(sum(|round| round.daemon_cpu_s)), per_gib(sum(|round| round.client_cpu_s)))
     }
 
+    /// Kinds in the order of the tables: each behind its yardstick.
+    fn in_order(&self) -> Vec<Kind> {
+        let groups: [&[Work]; 2] =
+            [&[Work::Memcpy, Work::MemcpySum, Work::Host], &[Work::Raw, Work::Fio, Work::Nvme]];
+        let mut kinds = Vec::new();
+        for group in groups {
+            for direction in [Direction::Store, Direction::Load] {
+                for work in group {
+                    let mut some: Vec<Kind> = self.kinds(*work, direction).collect();
+                    some.sort_by_key(|kind| (std::cmp::Reverse(kind.batch), kind.depth));
+                    kinds.append(&mut some);
+                }
+            }
+        }
+        kinds
+    }
+
     pub(super) fn table(&self) -> Table {
         let mut table = Table::default();
-        table.row([
-            "",
-            "GB/s",
-            "ratio",
-            "beside",
-            "p50 a call",
-            "p99 a call",
-            "daemon CPU s/GiB",
-            "own CPU s/GiB",
-        ]);
-        for kind in KINDS {
-            let Some(gb_s) = self.median_gb_s(kind) else { continue };
-            let calls = self.calls(kind);
+        table.row(["", "GB/s", "ratio", "beside", "p50", "p99", "daemon s/GiB", "own s/GiB"]);
+        for kind in self.in_order() {
+            let Some(gb_s) = self.gb_s(kind) else { continue };
             let (daemon, client) = self.cpu(kind);
-            let beside = match kind.beside() {
-                None => "",
-                Some(Kind::Memcpy) => "memcpy",
-                Some(_) => "raw ring",
+            let beside = match self.yardstick(kind) {
+                None => String::new(),
+                Some(other) if other.work == Work::Raw => format!("raw, depth {}", other.depth),
+                Some(_) => "memcpy".into(),
+            };
+            let calls = self.calls(kind);
+            let time = |quantile| match calls.is_empty() {
+                true => "-".to_owned(),
+                false => show_micros(calls.value_at_quantile(quantile)),
             };
             table.row([
-                kind.name().to_owned(),
+                kind.name(),
                 format!("{gb_s:.2}"),
                 self.ratio(kind).map_or(String::new(), |ratio| format!("{ratio:.2}")),
-                beside.into(),
-                show_micros(calls.value_at_quantile(0.5)),
-                show_micros(calls.value_at_quantile(0.99)),
+                beside,
+                time(0.5),
+                time(0.99),
                 format!("{daemon:.3}"),
                 format!("{client:.3}"),
             ]);
         }
-        table.row([""]);
-        let rows = [
-            ("blocks verified", self.summary.blocks_verified),
-            ("wrong bytes", self.summary.wrong_bytes),
-            ("client failures", self.summary.client_failures),
-            ("missed", self.summary.blocks_missed),
-            ("stores tried again (busy)", self.busy),
-            ("blocks of nvme loads that host RAM had", self.unexpected_host),
-        ];
-        for (name, count) in rows {
-            table.row([name.to_owned(), show_count(count)]);
-        }
         table
     }
 
-    pub(super) fn json(&self, machine: serde_json::Value) -> serde_json::Value {
-        let row = |kind: &Kind| {
-            let calls = self.calls(*kind);
-            let (daemon, client) = self.cpu(*kind);
-            json!({
-                "name": kind.name(),
-                "gb_s": self.median_gb_s(*kind),
-                "gb_s_rounds": self.of(*kind).iter().map(|r| r.gb_s()).collect::<Vec<_>>(),
-                "beside": kind.beside().map(Kind::name),
-                "ratio": self.ratio(*kind),
-                "p50_us": calls.value_at_quantile(0.5),
-                "p99_us": calls.value_at_quantile(0.99),
-                "daemon_cpu_s_per_gib": daemon,
-                "client_cpu_s_per_gib": client,
-            })
-        };
-        let mut object = json!(Summary {
-            seconds: self.started.elapsed().as_secs_f64(),
-            ..self.summary.clone()
-        });
-        let more = json!({
-            "block_bytes": self.block_bytes,
-            "busy": self.busy,
-            "unexpected_host": self.unexpected_host,
-            "words": self.words,
-            "machine": machine,
-            "measures": KINDS.iter().map(row).collect::<Vec<_>>(),
-        });
-        if let (Some(object), serde_json::Value::Object(more)) = (object.as_object_mut(), more) {
-            object.extend(more);
+    /// Everything, each round too.
+    pub(super) fn json(&self) -> Value {
+        let rows: Vec<Value> =
+            self.in_order().into_iter().map(|kind| self.row_json(kind)).collect();
+        let mut object = json!(self.summary);
+        if let Some(object) = object.as_object_mut() {
+            object.insert("busy".into(), self.busy.into());
+            object.insert("unexpected_host".into(), self.unexpected_host.into());
+            object.insert("words".into(), json!(self.words));
+            object.insert("measures".into(), rows.into());
         }
         object
     }
-}
 
-fn median(mut values: Vec<f64>) -> Option<f64> {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied()
-}
-
-/// A key that no other block of the run has.
-pub(super) fn fresh_key(what: u64, round: u32, number: usize) -> BlockKey {
-    let mut bytes = [0xbe; 32];
-    let words = [what, u64::from(round), number as u64];
-    for (out, word) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(words) {
-        *out = word.to_le_bytes();
+    fn row_json(&self, kind: Kind) -> Value {
+        let (daemon, client) = self.cpu(kind);
+        let per_round = |round: &Round| {
+            json!({
+                "round": round.round,
+                "gb_s": round.gb_s(),
+                "seconds": round.took.as_secs_f64(),
+                "pause_seconds": round.pause.as_secs_f64(),
+                "calls_seconds": round.calls_took.map(|took| took.as_secs_f64()),
+                "daemon_cpu_s": round.daemon_cpu_s,
+                "client_cpu_s": round.client_cpu_s,
+            })
+        };
+        json!({
+            "name": kind.name().trim(),
+            "work": format!("{:?}", kind.work).to_lowercase(),
+            "direction": format!("{:?}", kind.direction).to_lowercase(),
+            "blocks_per_call": kind.batch,
+            "depth": kind.depth,
+            "gb_s": self.gb_s(kind),
+            "beside": self.yardstick(kind).map(Kind::name),
+            "ratio": self.ratio(kind),
+            "ratio_rounds": self.ratios(kind),
+            "p50_us": self.quantile_us(kind, 0.5),
+            "p99_us": self.quantile_us(kind, 0.99),
+            "daemon_cpu_s_per_gib": daemon,
+            "client_cpu_s_per_gib": client,
+            "rounds": self.rounds(kind).iter().map(per_round).collect::<Vec<_>>(),
+        })
     }
-    BlockKey(bytes)
-}
 
-/// Copies from one call's worth of blocks into as much memory as the host measures fill.
-#[derive(Debug)]
-pub(super) struct Copies {
-    from: Vec<u8>,
-    to: Vec<u8>,
-    block_bytes: usize,
-}
-
-impl Copies {
-    pub(super) fn new(sizes: &Sizes) -> anyhow::Result<Copies> {
-        let block_bytes = usize::try_from(sizes.block_bytes)?;
-        // Written, so that its pages are there.
-        let to = vec![1; block_bytes * sizes.host_blocks];
-        Ok(Copies { from: vec![1; block_bytes * sizes.batch], to, block_bytes })
-    }
-
-    pub(super) fn round(&mut self, round: u32, measures: &mut Measures) {
-        let payload = Payload::new();
-        for (block, number) in self.from.chunks_mut(self.block_bytes).zip(0..) {
-            payload.fill(&fresh_key(1, round, number), block);
+    /// What is said below the table.
+    pub(super) fn remarks(&self) -> Vec<String> {
+        let Summary { blocks_verified, wrong_bytes, client_failures, blocks_missed, .. } =
+            self.summary;
+        let mut remarks = vec![format!(
+            "{blocks_verified} blocks verified, {wrong_bytes} wrong bytes, {client_failures} \
+             failures, {blocks_missed} missed, {} stores tried again for want of room",
+            self.busy
+        )];
+        if self.unexpected_host > 0 {
+            remarks.push(format!(
+                "{} blocks of the nvme loads came from host RAM",
+                self.unexpected_host
+            ));
         }
-        for kind in [Kind::Memcpy, Kind::MemcpySum] {
-            let (started, cpu) = (Instant::now(), own_seconds());
-            let mut calls = Vec::new();
-            for to in self.to.chunks_mut(self.from.len()) {
-                let call = Instant::now();
-                let blocks = to.chunks_mut(self.block_bytes);
-                for (to, from) in blocks.zip(self.from.chunks(self.block_bytes)) {
-                    to.copy_from_slice(from);
-                    if kind == Kind::MemcpySum {
-                        std::hint::black_box(Sum128::of(to));
-                    }
-                }
-                calls.push(call.elapsed());
+        for kind in self.kinds(Work::Nvme, Direction::Store) {
+            let rounds = self.rounds(kind);
+            let calls = median(rounds.iter().filter_map(|r| Some(r.calls_took?.as_secs_f64())));
+            let all = median(rounds.iter().map(|round| round.took.as_secs_f64()));
+            let pause = median(rounds.iter().map(|round| round.pause.as_secs_f64()));
+            if let (Some(calls), Some(all), Some(pause)) = (calls, all, pause) {
+                remarks.push(format!(
+                    "{}: the last call ended after {calls:.2} s; all was written after {all:.2} s, \
+                     with a pause of {pause:.2} s until the daemon took itself to be idle",
+                    kind.name()
+                ));
             }
-            std::hint::black_box(&self.to);
-            let took = started.elapsed();
-            let client_cpu_s = own_seconds() - cpu;
-            let bytes = self.to.len() as u64;
-            measures.add(kind, Round { bytes, took, calls, daemon_cpu_s: 0.0, client_cpu_s });
         }
+        remarks
     }
+}
+
+/// The middle one; with an even number of them the mean of the two.
+pub(super) fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
+    let mut values: Vec<f64> = values.into_iter().collect();
+    values.sort_by(f64::total_cmp);
+    let upper = *values.get(values.len() / 2)?;
+    let lower = *values.get(values.len().saturating_sub(1) / 2)?;
+    Some(f64::midpoint(lower, upper))
 }
 
 #[cfg(test)]
@@ -340,22 +409,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn medians_and_ratios_are_per_round() {
-        let mut measures = Measures::new(4096);
-        let round = |bytes, ms| Round {
-            bytes,
+    fn medians_and_ratios_are_per_round_and_the_best_depth_is_the_yardstick() {
+        let mut measures = Measures::new();
+        let row = |round, ms| Round {
+            round,
+            bytes: 1_000_000,
             took: Duration::from_millis(ms),
             calls: vec![Duration::from_micros(10)],
             ..Round::default()
         };
-        for (memcpy, store) in [(10, 20), (40, 80), (1, 2)] {
-            measures.add(Kind::Memcpy, round(1_000_000, memcpy));
-            measures.add(Kind::StoreHost, round(1_000_000, store));
+        let raw = |depth| Kind { work: Work::Raw, direction: Direction::Load, batch: 1, depth };
+        let load = How { batch: 16, calls: 2 }.load(Tier::Nvme);
+        for (round, fast) in [(0, 10), (1, 40), (2, 1)] {
+            measures.add(raw(1), row(round, fast * 3));
+            measures.add(raw(8), row(round, fast));
+            measures.add(load, row(round, fast * 2));
         }
-        assert!((measures.ratio(Kind::StoreHost).unwrap() - 0.5).abs() < 1e-9);
-        assert!((measures.median_gb_s(Kind::Memcpy).unwrap() - 0.1).abs() < 1e-9);
-        assert_eq!(measures.ratio(Kind::Memcpy), None);
-        assert!(measures.table().lines().len() > 3);
-        assert_eq!(measures.json(json!({}))["measures"][2]["p50_us"], 10);
+        assert_eq!(measures.yardstick(load), Some(raw(8)));
+        assert!((measures.ratio(load).unwrap() - 0.5).abs() < 1e-9);
+        assert!((measures.gb_s(raw(8)).unwrap() - 0.1).abs() < 1e-9);
+        assert_eq!(measures.ratio(raw(8)), None);
+        assert_eq!(measures.table().lines().len(), 4);
+        assert_eq!(measures.json()["measures"][2]["p50_us"], 10);
+        assert_eq!(median([4.0, 1.0, 2.0, 3.0]), Some(2.5));
+        assert_eq!(median([]), None);
     }
 }

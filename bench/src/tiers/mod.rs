@@ -1,48 +1,86 @@
 //! `tiers`: what the daemon moves per second, beside what the machine can do.
 //!
-//! Store and load go through a real daemon and a region of this process. In the same rounds, one
-//! after the other, stand plain `memcpy` (with and without a checksum) of as many bytes and a raw
-//! ring with direct I/O and fixed buffers on a file in the same folder, so that a slow moment of
-//! the machine hits all of them. Every block is new, every loaded byte is compared, and the loads
-//! from nvme cycle through more than the host tier holds. Making and comparing payloads is not
-//! timed, except for the raw ring, where it happens while other transfers are under way.
+//! Store and load go through a real daemon and regions of this process. In the same rounds stand
+//! plain `memcpy` between memory of the same kinds, by as many threads as the daemon copies with,
+//! and a raw ring with direct I/O and fixed buffers on a file in the same folder; calls that move
+//! nothing stand beside a ping-pong of two processes over a unix socket. The order changes from
+//! round to round, so that a slow moment of the machine hits all of them.
+//!
+//! Every block is new and every loaded byte is compared; payloads are made before what is timed
+//! and compared after it. The sets for nvme are larger than the host tier, and are loaded in the
+//! order in which they left it. Everything passes the page cache by. What was measured is
+//! forgotten before the next measure, so that none waits for the reclaim of another's blocks.
 
-mod daemon;
+mod calls;
+mod client;
+mod fio;
+mod judge;
 mod measure;
+mod memcpy;
 mod raw;
+mod set;
 
 use std::{path::PathBuf, process::ExitCode};
 
 use anyhow::ensure;
 use clap::Args;
-use serde_json::json;
+use serde_json::{Value, json};
 
-use self::measure::Measures;
+pub use self::calls::run_pong;
+use self::{
+    calls::Calls,
+    client::Fleet,
+    fio::Fio,
+    measure::{How, Measures},
+    memcpy::Copies,
+    raw::Raw,
+};
 use crate::{
     daemon::{Daemon, DaemonSpec},
-    report::{Progress, say, say_json},
+    report::{Progress, Summary, say, say_json},
     scratch::Scratch,
     units::{parse_bytes, show_bytes},
 };
 
+/// The smallest block that the daemon has room for: its default, so that what a lookup needs can be
+/// stored beside blocks of any size.
+const BLOCK_BYTES_MIN: u64 = 64 << 10;
+
+/// Longest chain: what one lease covers.
+const CHAIN_MAX: usize = 64;
+
 /// Arguments of `tiers`.
 #[derive(Args, Clone, Debug)]
 pub struct TiersArgs {
-    /// Bytes of a block. Default: 2 MiB (256 KiB with `--quick`).
-    #[arg(long, value_parser = parse_bytes)]
-    pub block_bytes: Option<u64>,
+    /// Bytes of a block; several with commas between. Default: 2 MiB (256 KiB with `--quick`).
+    #[arg(long, value_delimiter = ',', value_parser = parse_bytes)]
+    pub block_bytes: Vec<u64>,
+    /// Clients at the same time; several numbers with commas between. Default: 1.
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub clients: Vec<u32>,
+    /// All of 256 KiB, 2 MiB and 8 MiB, each with 1 and 4 clients.
+    #[arg(long, conflicts_with_all = ["block_bytes", "clients"])]
+    pub full: bool,
     /// Capacity of the host tier. Default: 1 GiB (32 MiB with `--quick`).
     #[arg(long, value_parser = parse_bytes)]
     pub host_bytes: Option<u64>,
-    /// Capacity of the nvme tier. Default: 8 times the host tier.
+    /// Capacity of the nvme tier. Default: 4 times the host tier.
     #[arg(long, value_parser = parse_bytes)]
     pub nvme_bytes: Option<u64>,
-    /// Rounds; medians are reported.
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
-    pub rounds: u32,
+    /// Rounds; medians are reported. Default: 7 (2 with `--quick`).
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub rounds: Option<u32>,
     /// Blocks in one call, beside calls of one block.
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(2..=512))]
     pub batch: u32,
+    /// Calls that a client has under way at once.
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 4],
+          value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub calls: Vec<u32>,
+    /// Transfers that the raw ring has under way at once.
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 4, 8, 16, 32],
+          value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub depths: Vec<u32>,
     /// Folder for daemon, store and the raw file, on a disk; kept afterwards. Default: a temporary
     /// one.
     #[arg(long)]
@@ -50,55 +88,86 @@ pub struct TiersArgs {
     /// A small run that shows that everything works; its figures mean little.
     #[arg(long)]
     pub quick: bool,
-    /// Print one JSON object instead of a table.
+    /// Print one JSON object instead of tables.
     #[arg(long)]
     pub json: bool,
 }
 
-/// Sizes of one run.
-#[derive(Clone, Copy, Debug)]
-struct Sizes {
+/// Sizes of one configuration.
+#[derive(Clone, Debug, Default)]
+struct Setup {
     block_bytes: u64,
+    clients: usize,
     host_bytes: u64,
     nvme_bytes: u64,
     batch: usize,
-    /// Blocks stored and loaded within the host tier.
+    calls: Vec<usize>,
+    depths: Vec<u32>,
+    /// Blocks that each client stores and loads within the host tier.
     host_blocks: usize,
-    /// Blocks stored to and loaded from nvme: half as many again as the host tier holds.
+    /// Blocks that each client stores to and loads from nvme, and places of its region. All clients
+    /// together: half as many again as the host tier holds.
     nvme_blocks: usize,
-    rounds: u32,
+    chain: usize,
 }
 
-impl Sizes {
-    fn of(args: &TiersArgs) -> anyhow::Result<Sizes> {
-        let pick = |full: u64, quick: u64| if args.quick { quick } else { full };
-        let block_bytes = args.block_bytes.unwrap_or(pick(2 << 20, 256 << 10));
-        let host_bytes = args.host_bytes.unwrap_or(pick(1 << 30, 32 << 20));
-        let nvme_bytes = args.nvme_bytes.unwrap_or(host_bytes.saturating_mul(8));
-        let batch = args.batch as usize;
-        let blocks = |bytes: u64| usize::try_from(bytes / block_bytes);
-        let whole = |blocks: usize| blocks.div_ceil(batch) * batch;
-        let sizes = Sizes {
-            block_bytes,
-            host_bytes,
-            nvme_bytes,
-            batch,
-            host_blocks: whole(blocks(host_bytes / 4)?),
-            nvme_blocks: whole(blocks(host_bytes + host_bytes / 2)?),
-            rounds: args.rounds,
-        };
+impl Setup {
+    fn of(args: &TiersArgs, block_bytes: u64, clients: usize) -> anyhow::Result<Setup> {
+        let host_bytes = args.host_bytes.unwrap_or(if args.quick { 32 << 20 } else { 1 << 30 });
+        let nvme_bytes = args.nvme_bytes.unwrap_or(host_bytes.saturating_mul(4));
         ensure!(block_bytes.is_multiple_of(4096), "--block-bytes must be a multiple of 4096");
         ensure!(
-            sizes.host_blocks as u64 * 2 * block_bytes <= host_bytes,
-            "a host tier of {} is too small for calls of {batch} blocks of {}",
+            nvme_bytes >= host_bytes.saturating_mul(3),
+            "the nvme tier must be at least three times the host tier"
+        );
+        let batch = args.batch as usize;
+        let each = |bytes: u64| usize::try_from(bytes / block_bytes / clients as u64);
+        let host_blocks = (each(host_bytes / 2)? / batch * batch).max(batch);
+        let nvme_blocks = each(host_bytes + host_bytes / 2)?.div_ceil(batch) * batch;
+        ensure!(
+            (host_blocks * clients) as u64 * block_bytes <= host_bytes / 2,
+            "a host tier of {} is too small for {clients} clients with calls of {batch} blocks of \
+             {}",
             show_bytes(host_bytes),
             show_bytes(block_bytes)
         );
-        ensure!(
-            nvme_bytes >= host_bytes * 3,
-            "the nvme tier must be at least three times the host tier"
-        );
-        Ok(sizes)
+        // Leases of all clients together keep at most a quarter of the host tier, or a call each.
+        let chain = each(host_bytes / 4)?.clamp(batch, CHAIN_MAX.max(batch)) / batch * batch;
+        let fits = |calls: &usize| calls * batch <= host_blocks;
+        Ok(Setup {
+            block_bytes,
+            clients,
+            host_bytes,
+            nvme_bytes,
+            batch,
+            calls: args.calls.iter().map(|calls| *calls as usize).filter(fits).collect(),
+            depths: args.depths.clone(),
+            host_blocks,
+            nvme_blocks,
+            chain,
+        })
+    }
+
+    /// Bytes of a set of all clients for nvme.
+    fn set_bytes(&self) -> u64 {
+        (self.nvme_blocks * self.clients) as u64 * self.block_bytes
+    }
+
+    /// The ways of calling, in the order of a round.
+    fn ways(&self, round: u32) -> Vec<How> {
+        let batches = self.calls.iter().map(|calls| How { batch: self.batch, calls: *calls });
+        let mut ways: Vec<How> = batches.chain([How { batch: 1, calls: 1 }]).collect();
+        let turn = round as usize % ways.len();
+        ways.rotate_left(turn);
+        ways
+    }
+
+    fn name(&self) -> String {
+        let clients = match self.clients {
+            1 => "1 client".to_owned(),
+            many => format!("{many} clients"),
+        };
+        format!("blocks of {}, {clients}", show_bytes(self.block_bytes))
     }
 }
 
@@ -107,58 +176,221 @@ impl Sizes {
 /// # Errors
 /// The daemon, the raw ring or the file system failed.
 pub fn run(args: &TiersArgs) -> anyhow::Result<ExitCode> {
-    let sizes = Sizes::of(args)?;
     let scratch = Scratch::make(args.store.as_deref())?;
+    let (sizes, clients) = match (args.full, args.quick) {
+        (true, _) => (vec![256 << 10, 2 << 20, 8 << 20], vec![1, 4]),
+        (false, quick) => {
+            let size = if quick { 256 << 10 } else { 2 << 20 };
+            let or = |list: &[u64], default| match list {
+                [] => vec![default],
+                list => list.to_vec(),
+            };
+            let clients: Vec<u64> = args.clients.iter().map(|count| u64::from(*count)).collect();
+            (or(&args.block_bytes, size), or(&clients, 1))
+        }
+    };
+    let mut setups = Vec::new();
+    for block_bytes in sizes {
+        for clients in &clients {
+            setups.push(Setup::of(args, block_bytes, usize::try_from(*clients)?)?);
+        }
+    }
+    let mut total = Summary::default();
+    let mut configurations = Vec::new();
+    for (number, setup) in setups.iter().enumerate() {
+        let (summary, object) = run_one(args, setup, &scratch, number)?;
+        total.requests += summary.requests;
+        total.blocks_hit_host += summary.blocks_hit_host;
+        total.blocks_hit_nvme += summary.blocks_hit_nvme;
+        total.blocks_missed += summary.blocks_missed;
+        total.blocks_verified += summary.blocks_verified;
+        total.wrong_bytes += summary.wrong_bytes;
+        total.client_failures += summary.client_failures;
+        total.seconds += summary.seconds;
+        configurations.push(object);
+    }
+    if args.json {
+        let mut object = json!(total);
+        if let Some(object) = object.as_object_mut() {
+            object.insert("configurations".into(), configurations.into());
+        }
+        say_json(&object)?;
+    }
+    let clean = total.wrong_bytes == 0 && total.client_failures == 0 && total.blocks_missed == 0;
+    Ok(if clean { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// One configuration with a daemon of its own. Prints its tables, or returns its object.
+fn run_one(
+    args: &TiersArgs,
+    setup: &Setup,
+    scratch: &Scratch,
+    number: usize,
+) -> anyhow::Result<(Summary, Value)> {
+    let folder = scratch.path().join(format!("run-{number}"));
     let spec = DaemonSpec {
-        folder: scratch.path().to_owned(),
-        store: scratch.path().join("store"),
-        host_bytes: sizes.host_bytes,
-        nvme_bytes: sizes.nvme_bytes,
-        block_bytes_min: sizes.block_bytes,
+        store: folder.join("store"),
+        folder: folder.clone(),
+        host_bytes: setup.host_bytes,
+        nvme_bytes: setup.nvme_bytes,
+        block_bytes_min: setup.block_bytes.min(BLOCK_BYTES_MIN),
         device: None,
         fault: None,
     };
     let (mut daemon, _) = Daemon::start(spec)?;
-    let mut measures = Measures::new(sizes.block_bytes);
-    let mut client = daemon::Client::connect(&daemon, &sizes)?;
-    let mut raw = raw::Raw::prepare(scratch.path(), &sizes)?;
-    let mut copies = measure::Copies::new(&sizes)?;
-    let machine = json!({
-        "folder": scratch.path(),
-        "file_system": scratch.kind(),
-        "daemon_pages": client.status().host_pages,
-        "daemon_io": client.status().nvme_io,
-        "raw_pages": raw.pages(),
-        "raw_io": raw.ring(),
-    });
-    if !args.json {
-        say(&format!(
-            "{} on {}; host {}, nvme {}, blocks of {}; daemon: {}; {}",
-            scratch.path().display(),
-            scratch.kind(),
-            show_bytes(sizes.host_bytes),
-            show_bytes(sizes.nvme_bytes),
-            show_bytes(sizes.block_bytes),
-            client.status().host_pages,
-            client.status().nvme_io,
-        ));
-        say(&format!("raw ring: {}; {}", raw.pages(), raw.ring()));
+    let mut measures = Measures::new();
+    let mut bench = Bench::prepare(setup, &daemon, &folder, args.quick)?;
+    let rounds = args.rounds.unwrap_or(if args.quick { 2 } else { 7 });
+    let progress = Progress::new(u64::from(rounds) * 5);
+    progress.set(0);
+    bench.fleet.warm(|words| progress.note(words))?;
+    for round in 0..rounds {
+        bench.round(round, &mut measures, &progress)?;
+        daemon.check_alive()?;
     }
-    let progress = Progress::new(u64::from(sizes.rounds));
-    for round in 0..sizes.rounds {
-        copies.round(round, &mut measures);
-        client.round(round, &mut measures)?;
-        raw.round(round, &mut measures)?;
-        progress.set(u64::from(round) + 1);
-    }
+    bench.calls.idle(args.quick)?;
     progress.end();
-    drop(client);
-    daemon.stop()?;
-    if args.json {
-        say_json(&measures.json(machine))?;
-    } else {
+    measures.end();
+    let machine = bench.machine(scratch)?;
+    let targets = judge::judge(setup, &measures, Some(&bench.calls));
+    if !args.json {
+        say(&format!("{}: {rounds} rounds; {}", setup.name(), machine_words(&machine)));
         measures.table().say();
+        measures.remarks().iter().for_each(|line| say(line));
+        bench.calls.table().say();
+        say("");
+        judge::table(&targets).say();
+        say("");
     }
-    let clean = measures.wrong_bytes() == 0 && measures.failures() == 0;
-    Ok(if clean { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let object = json!({
+        "block_bytes": setup.block_bytes,
+        "clients": setup.clients,
+        "rounds": rounds,
+        "machine": machine,
+        "moved": measures.json(),
+        "called": bench.calls.json(),
+        "targets": judge::json(&targets),
+    });
+    drop(bench);
+    daemon.stop()?;
+    drop(daemon);
+    if args.store.is_none() {
+        std::fs::remove_dir_all(&folder)?;
+    }
+    Ok((measures.summary, object))
+}
+
+fn machine_words(machine: &Value) -> String {
+    let pairs = machine.as_object().into_iter().flatten();
+    let words = pairs.map(|(name, value)| match value.as_str() {
+        Some(text) => format!("{}: {text}", name.replace('_', " ")),
+        None => format!("{}: {value}", name.replace('_', " ")),
+    });
+    words.collect::<Vec<_>>().join("\n  ")
+}
+
+/// Everything that takes part in the rounds.
+struct Bench {
+    copies: Copies,
+    threads: (usize, &'static str),
+    fleet: Fleet,
+    raw: Raw,
+    fio: Fio,
+    calls: Calls,
+}
+
+impl Bench {
+    fn prepare(
+        setup: &Setup,
+        daemon: &Daemon,
+        folder: &std::path::Path,
+        quick: bool,
+    ) -> anyhow::Result<Bench> {
+        let threads = memcpy::copy_threads(daemon.pid())?;
+        Ok(Bench {
+            copies: Copies::new(setup, threads.0)?,
+            threads,
+            fleet: Fleet::connect(daemon, setup)?,
+            raw: Raw::prepare(folder, setup)?,
+            fio: Fio::find(folder, setup),
+            calls: Calls::new(daemon, quick)?,
+        })
+    }
+
+    fn machine(&self, scratch: &Scratch) -> anyhow::Result<Value> {
+        let status = self.fleet.status()?;
+        Ok(json!({
+            "folder": scratch.path(),
+            "file_system": scratch.kind(),
+            "host_bytes": status.host_bytes,
+            "nvme_bytes": status.nvme_bytes,
+            "daemon_pages": status.host_pages,
+            "daemon_io": status.nvme_io,
+            "raw_pages": self.raw.pages(),
+            "raw_io": self.raw.ring(),
+            "fio": self.fio.words(),
+            "memcpy_pages": self.copies.pages(),
+            "memcpy_threads": self.threads.0,
+            "memcpy_threads_why": self.threads.1,
+            "clients_are": "threads of this process, each with a connection and a region",
+        }))
+    }
+
+    /// Everything once, in an order that changes from round to round.
+    fn round(
+        &mut self,
+        round: u32,
+        measures: &mut Measures,
+        progress: &Progress,
+    ) -> anyhow::Result<()> {
+        let mut order = ["memcpy", "host tier", "raw ring", "nvme tier", "calls"];
+        let turn = round as usize % order.len();
+        order.rotate_left(turn);
+        for (number, part) in order.into_iter().enumerate() {
+            progress.note(format!("round {}, {part}", round + 1));
+            progress.set(u64::from(round) * order.len() as u64 + number as u64);
+            match part {
+                "memcpy" => self.copies.round(round, measures)?,
+                "host tier" => self.fleet.host_round(round, measures)?,
+                "raw ring" => {
+                    self.raw.round(round, measures)?;
+                    self.fio.round(round, measures);
+                }
+                "nvme tier" => self.fleet.nvme_round(round, measures)?,
+                _ => self.calls.round(round)?,
+            }
+            self.fleet.settle()?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: TiersArgs,
+    }
+
+    #[test]
+    fn sizes_fit_the_tiers() {
+        let args = Line::parse_from(["tiers"]).args;
+        for block_bytes in [256 << 10, 2 << 20, 8 << 20] {
+            for clients in [1, 4] {
+                let setup = Setup::of(&args, block_bytes, clients).unwrap();
+                assert!(setup.set_bytes() >= setup.host_bytes / 2 * 3, "{setup:?}");
+                assert!(setup.nvme_blocks >= 2 * setup.host_blocks, "{setup:?}");
+                assert!(setup.ways(0).len() >= 2 && setup.ways(5).len() >= 2, "{setup:?}");
+                let pinned = (2 * setup.chain * clients) as u64 * block_bytes;
+                assert!(pinned <= setup.host_bytes, "{setup:?}");
+            }
+        }
+        let small = Line::parse_from(["tiers", "--host-bytes", "8MiB"]).args;
+        assert!(Setup::of(&small, 2 << 20, 4).is_err());
+    }
 }

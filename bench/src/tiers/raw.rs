@@ -1,7 +1,9 @@
-//! The raw ring: a file with direct I/O, fixed buffers in huge pages where there are any, eight
-//! transfers under way. What a storage engine could do with this disk if it did nothing else.
+//! The yardstick of the nvme tier: a file with direct I/O, fixed buffers in huge pages where there
+//! are any, a number of transfers under way. What a storage engine could do with this disk if it
+//! did nothing else: the buffers are filled before, and nothing is compared while it is timed.
 
 use std::{
+    collections::VecDeque,
     fs::File,
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
@@ -16,27 +18,57 @@ use kvtide_tiers::io::{
 };
 
 use super::{
-    Sizes,
-    measure::{Kind, Measures, Round, fresh_key},
+    Setup,
+    measure::{Direction, Kind, Measures, Round, Work},
+    set::fresh_key,
 };
 use crate::{payload::Payload, process::own_seconds};
 
-/// Transfers under way.
-const DEPTH: u32 = 8;
-
 /// Longest wait for one completion.
 const REAP_MAX: Duration = Duration::from_secs(30);
+
+/// Memory that the transfers cycle through, so that it is not the caches that they come from.
+const BUFFER_BYTES: u64 = 256 << 20;
 
 /// The file and its ring.
 pub(super) struct Raw {
     device: Box<dyn BlockDevice>,
     arena: Arc<Arena>,
     status: Arc<RingStatus>,
-    slots: Vec<SlotId>,
-    blocks: usize,
+    /// Each with the number of the payload that is in it.
+    slots: VecDeque<(SlotId, u64)>,
+    /// For each block of the file, the number of the payload that was written last.
+    written: Vec<u64>,
+    payloads: u64,
     block_bytes: u32,
+    depths: Vec<u32>,
     path: PathBuf,
     direct: bool,
+}
+
+/// An arena all of whose pages are there, cut into slots of one block.
+pub(super) fn arena_with(
+    blocks: usize,
+    block_bytes: u32,
+) -> anyhow::Result<(Arc<Arena>, Vec<SlotId>)> {
+    let slab_bytes = block_bytes.next_multiple_of(2 << 20);
+    let per_slab = slab_bytes / block_bytes;
+    let slabs = u32::try_from(blocks)?.div_ceil(per_slab);
+    let arena = Arena::create(u64::from(slab_bytes) * u64::from(slabs), slab_bytes)?;
+    // Registration with a ring follows the touching of the pages; wait for all of it.
+    let until = Instant::now() + Duration::from_secs(30);
+    while arena.touched_bytes() < arena.bytes() && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let mut slots = Vec::with_capacity(blocks);
+    for slab in 0..slabs {
+        arena.bind_slab(slab, block_bytes)?;
+        for index in 0..per_slab {
+            slots.push(arena.slot(slab, index).context("a bound slab has its slots")?);
+        }
+    }
+    slots.truncate(blocks);
+    Ok((arena, slots))
 }
 
 /// Past the page cache where the file system can; says whether.
@@ -55,37 +87,41 @@ fn open_direct(path: &Path) -> anyhow::Result<(File, bool)> {
 }
 
 impl Raw {
-    pub(super) fn prepare(folder: &Path, sizes: &Sizes) -> anyhow::Result<Raw> {
+    /// Makes the file, as large as the sets of all clients, and writes it through once: blocks of
+    /// a file that were never written are slower to write, and the store's were written before.
+    pub(super) fn prepare(folder: &Path, setup: &Setup) -> anyhow::Result<Raw> {
         let path = folder.join("raw-ring.bin");
-        let bytes = sizes.block_bytes * sizes.nvme_blocks as u64;
-        let block_bytes = u32::try_from(sizes.block_bytes)?;
+        let blocks = setup.nvme_blocks * setup.clients;
+        let bytes = setup.block_bytes * blocks as u64;
+        let block_bytes = u32::try_from(setup.block_bytes)?;
         let (file, direct) = open_direct(&path)?;
         rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, bytes)
             .with_context(|| format!("no room for {bytes} bytes in {}", path.display()))?;
-        let slab_bytes = block_bytes.next_multiple_of(2 << 20);
-        let arena = Arena::create(u64::from(slab_bytes) * u64::from(DEPTH), slab_bytes)?;
-        // Registration follows the touching of the pages; wait for all of it.
-        let until = Instant::now() + Duration::from_secs(10);
-        while arena.touched_bytes() < arena.bytes() && Instant::now() < until {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        let mut slots = Vec::new();
-        for slab in 0..DEPTH {
-            arena.bind_slab(slab, block_bytes)?;
-            slots.push(arena.slot(slab, 0).context("a bound slab has a slot")?);
-        }
+        let depth_max = setup.depths.iter().copied().max().unwrap_or(1);
+        let buffers = usize::try_from(BUFFER_BYTES / setup.block_bytes)?.min(blocks);
+        let (arena, slots) = arena_with(buffers.max(depth_max as usize), block_bytes)?;
         let status = RingStatus::new();
         let open = OpenDevice {
             file,
             arena: Some(Arc::clone(&arena)),
             choice: RingChoice::Auto,
-            queue_depth: DEPTH,
+            queue_depth: depth_max,
         };
         let device = open_device(open, &status)?;
-        let blocks = sizes.nvme_blocks;
-        let mut raw = Raw { device, arena, status, slots, blocks, block_bytes, path, direct };
-        // Blocks of a file that were never written are slower to write, and the store's are not.
-        raw.transfer(u32::MAX, true, &mut Measures::new(sizes.block_bytes))?;
+        let mut raw = Raw {
+            device,
+            arena,
+            status,
+            slots: slots.into_iter().map(|slot| (slot, 0)).collect(),
+            written: vec![0; blocks],
+            payloads: 0,
+            block_bytes,
+            depths: setup.depths.clone(),
+            path,
+            direct,
+        };
+        raw.fill()?;
+        raw.transfer(0, blocks, Direction::Store, depth_max)?;
         Ok(raw)
     }
 
@@ -93,51 +129,101 @@ impl Raw {
         format!("{} ({})", self.arena.pages().name(), self.arena.pages_why())
     }
 
+    /// How transfers go, and whether all of the memory is registered.
     pub(super) fn ring(&self) -> String {
         let report = self.status.report();
         let how = if self.direct { "past the page cache" } else { "THROUGH THE PAGE CACHE" };
-        format!("{:?} {how}, {} bytes of fixed buffers", report.kind, report.fixed_bytes)
+        let fixed = match report.fixed_bytes >= self.arena.bytes() {
+            true => "all buffers fixed".to_owned(),
+            false => format!(
+                "ONLY {} OF {} BYTES OF BUFFERS FIXED ({})",
+                report.fixed_bytes,
+                self.arena.bytes(),
+                report.fixed_why
+            ),
+        };
+        format!("{:?} {how}, {fixed}", report.kind)
     }
 
+    /// Each depth writes a part of the file, then each reads its part. The parts move around the
+    /// file from round to round.
     pub(super) fn round(&mut self, round: u32, measures: &mut Measures) -> anyhow::Result<()> {
-        let written = self.transfer(round, true, measures)?;
-        measures.add(Kind::RawWrite, written);
-        let read = self.transfer(round, false, measures)?;
-        measures.add(Kind::RawRead, read);
+        self.fill()?;
+        let depths = self.depths.clone();
+        let part = self.written.len() / depths.len().max(1);
+        for direction in [Direction::Store, Direction::Load] {
+            for number in 0..depths.len() {
+                let number = (number + round as usize) % depths.len();
+                let Some(depth) = depths.get(number).copied() else { continue };
+                let first = (number + round as usize) % depths.len() * part;
+                let mut row = self.transfer(first, part, direction, depth)?;
+                row.round = round;
+                let kind = Kind { work: Work::Raw, direction, batch: 1, depth: depth as usize };
+                measures.add(kind, row);
+                if direction == Direction::Load {
+                    self.check(measures)?;
+                }
+            }
+        }
         Ok(())
     }
 
-    /// Writes or reads the whole file, eight blocks at a time. Each payload is made just before its
-    /// write and compared just after its read, while the other transfers go on.
+    /// Fills every buffer with a new payload.
+    fn fill(&mut self) -> anyhow::Result<()> {
+        let payload = Payload::new();
+        for (slot, number) in &mut self.slots {
+            self.payloads += 1;
+            *number = self.payloads;
+            let mut buffer = self.arena.write(*slot, self.block_bytes)?;
+            payload.fill(&fresh_key(2, 0, 0, usize::try_from(*number)?), &mut buffer);
+        }
+        Ok(())
+    }
+
+    /// Compares what is in every buffer now with what should have been read into it last.
+    fn check(&self, measures: &mut Measures) -> anyhow::Result<()> {
+        let payload = Payload::new();
+        for (slot, number) in &self.slots {
+            let buffer = self.arena.read(*slot, self.block_bytes)?;
+            if let Some(at) = payload.check(&fresh_key(2, 0, 0, usize::try_from(*number)?), &buffer)
+            {
+                measures.failed(format!("a block of the raw ring differs from byte {at} on"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes or reads blocks of the file, `depth` at a time.
     fn transfer(
         &mut self,
-        round: u32,
-        write: bool,
-        measures: &mut Measures,
+        first: usize,
+        blocks: usize,
+        direction: Direction,
+        depth: u32,
     ) -> anyhow::Result<Round> {
-        let payload = Payload::new();
+        let store = direction == Direction::Store;
+        let mut begun: Vec<Option<Instant>> = vec![None; self.written.len()];
+        let mut calls = Vec::with_capacity(blocks);
+        let mut done = Vec::<IoDone>::with_capacity(depth as usize);
+        let (mut next, end) = (first, first + blocks);
         let (started, cpu) = (Instant::now(), own_seconds());
-        let mut begun: Vec<Option<Instant>> = vec![None; self.blocks];
-        let mut calls = Vec::with_capacity(self.blocks);
-        let mut free = self.slots.clone();
-        let (mut next, mut done) = (0, Vec::<IoDone>::new());
-        while calls.len() < self.blocks {
-            while next < self.blocks
-                && let Some(slot) = free.pop()
-            {
-                let mut buffer = self.arena.write(slot, self.block_bytes)?;
-                let buffer = if write {
-                    payload.fill(&fresh_key(9, round, next), &mut buffer);
-                    IoBuffer::Drain(buffer.into_read())
+        while calls.len() < blocks {
+            while next < end && next - first - calls.len() < depth as usize {
+                let (slot, payload) = self.slots.pop_front().context("more depth than buffers")?;
+                let buffer = if store {
+                    IoBuffer::Drain(self.arena.read(slot, self.block_bytes)?)
                 } else {
-                    IoBuffer::Fill(buffer)
+                    IoBuffer::Fill(self.arena.write(slot, self.block_bytes)?)
                 };
-                let offset = next as u64 * u64::from(self.block_bytes);
+                if let (true, Some(written)) = (store, self.written.get_mut(next)) {
+                    *written = payload;
+                }
                 if let Some(begun) = begun.get_mut(next) {
                     *begun = Some(Instant::now());
                 }
+                let offset = next as u64 * u64::from(self.block_bytes);
                 if self.device.submit(IoOp { user: next as u64, offset, buffer }).is_err() {
-                    bail!("the ring is full with fewer than {DEPTH} operations");
+                    bail!("the ring is full with fewer than {depth} operations");
                 }
                 next += 1;
             }
@@ -151,26 +237,21 @@ impl Raw {
                 let since =
                     begun.get(number).copied().flatten().context("an unknown completion")?;
                 calls.push(since.elapsed());
-                free.push(match done.buffer {
-                    IoBuffer::Fill(slot) => {
-                        let key = fresh_key(9, round, number);
-                        if let Some(at) = payload.check(&key, &slot) {
-                            measures
-                                .failed(format!("raw block {number} differs from byte {at} on"));
-                        }
-                        slot.slot()
-                    }
+                let slot = match done.buffer {
+                    IoBuffer::Fill(slot) => slot.slot(),
                     IoBuffer::Drain(slot) => slot.slot(),
                     _ => bail!("the ring gave back another buffer"),
-                });
+                };
+                let payload = self.written.get(number).copied().unwrap_or(0);
+                self.slots.push_back((slot, payload));
             }
         }
         Ok(Round {
-            bytes: self.blocks as u64 * u64::from(self.block_bytes),
+            bytes: blocks as u64 * u64::from(self.block_bytes),
             took: started.elapsed(),
             calls,
-            daemon_cpu_s: 0.0,
             client_cpu_s: own_seconds() - cpu,
+            ..Round::default()
         })
     }
 }
@@ -189,28 +270,26 @@ mod tests {
     #[test]
     fn the_raw_ring_writes_and_reads_what_it_was_given() {
         let folder = tempfile::tempdir().unwrap();
-        let sizes = Sizes {
+        let setup = Setup {
             block_bytes: 64 << 10,
-            host_bytes: 0,
-            nvme_bytes: 0,
-            batch: 1,
-            host_blocks: 0,
             nvme_blocks: 50,
-            rounds: 1,
+            depths: vec![1, 4],
+            ..Setup::default()
         };
-        let mut raw = match Raw::prepare(folder.path(), &sizes) {
+        let mut raw = match Raw::prepare(folder.path(), &setup) {
             Ok(raw) => raw,
             Err(error) => {
                 eprintln!("SKIPPED: no direct I/O in {}: {error:#}", folder.path().display());
                 return;
             }
         };
-        let mut measures = Measures::new(sizes.block_bytes);
+        let mut measures = Measures::new();
         raw.round(0, &mut measures).unwrap();
         raw.round(1, &mut measures).unwrap();
-        assert_eq!(measures.failures(), 0);
-        // The check is one: what was written last is not what is expected of another round.
-        raw.transfer(0, false, &mut measures).unwrap();
-        assert_eq!(measures.failures(), 50);
+        assert_eq!(measures.summary.client_failures, 0);
+        // The check is one: what is expected of other blocks is not what was read.
+        raw.slots.iter_mut().for_each(|(_, payload)| *payload += 1);
+        raw.check(&mut measures).unwrap();
+        assert_eq!(measures.summary.client_failures, raw.slots.len() as u64);
     }
 }
