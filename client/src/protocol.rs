@@ -411,7 +411,8 @@ pub struct GpuStatus {
 
 /// Packs keys into one byte string.
 pub fn pack_keys<'a>(keys: impl IntoIterator<Item = &'a BlockKey>) -> ByteBuf {
-    let mut out = Vec::new();
+    let keys = keys.into_iter();
+    let mut out = Vec::with_capacity(keys.size_hint().0.saturating_mul(32));
     for key in keys {
         out.extend_from_slice(&key.0);
     }

@@ -22,6 +22,9 @@ use tokio::net::UnixStream;
 
 use crate::protocol::{DEADLINE_MAX, FRAME_BYTES_MAX, KvtideRequest, KvtideResponse};
 
+/// Bytes of a connection's buffer at first: a lookup of some hundred keys comes in one read.
+const BUFFER_BYTES: usize = 32 << 10;
+
 /// The client's side of a connection.
 pub type ClientTransport = Transport<
     UnixStream,
@@ -94,11 +97,12 @@ pub fn server_transport(stream: UnixStream) -> ServerTransport {
 }
 
 fn framed(stream: UnixStream) -> Framed<UnixStream, LengthDelimitedCodec> {
-    LengthDelimitedCodec::builder()
+    let codec = LengthDelimitedCodec::builder()
         .little_endian()
         .length_field_type::<u32>()
         .max_frame_length(FRAME_BYTES_MAX)
-        .new_framed(stream)
+        .new_codec();
+    Framed::with_capacity(stream, codec, BUFFER_BYTES)
 }
 
 /// Encodes answers and decodes requests, with deadlines shortened to [`DEADLINE_MAX`].

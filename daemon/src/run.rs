@@ -60,9 +60,16 @@ pub fn run_daemon(args: impl Iterator<Item = OsString>) -> ExitCode {
     }
 }
 
+/// Threads that serve calls. They only carry questions to the catalog's one thread and answers back,
+/// and each more of them is one more to be woken for nothing.
+fn serve_threads() -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    (cores / 4).clamp(1, 4)
+}
+
 fn run(config: Config, args: &Args, level: &LogLevel) -> Result<(), AppError> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
+        .worker_threads(serve_threads())
         .thread_name("kvtided-serve")
         .enable_all()
         .build()?;
