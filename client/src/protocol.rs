@@ -11,17 +11,17 @@
 #![allow(missing_docs, clippy::too_many_arguments)]
 
 use kvtide_tiers::block::{
-    BlockKey, Codec, GpuRegionSpec, Namespace, NamespaceId, NamespaceKey, RegionLayout,
+    BlockKey, GpuRegionSpec, Namespace, NamespaceId, NamespaceKey, RegionLayout,
 };
 use kvtide_tiers::catalog::{
-    CatalogStats, InspectPage, LeaseId, Limit, LookupReply, Outcome, PinId, Refusal, RegionId,
-    TicketId, Tier,
+    CatalogStats, CodecChoice, CodecReport, InspectPage, LeaseId, Limit, LookupReply, Outcome,
+    PinId, Refusal, RegionId, TicketId, Tier,
 };
 use serde::{Deserialize, Serialize};
 use serde_bytes::ByteBuf;
 
 /// The version of hello and messages that this library speaks.
-pub const PROTOCOL_VERSION: u16 = 2;
+pub const PROTOCOL_VERSION: u16 = 3;
 
 /// Bytes of the largest frame that either side accepts.
 pub const FRAME_BYTES_MAX: usize = 4 << 20;
@@ -386,8 +386,10 @@ pub struct StatusReport {
     pub tenants: Vec<String>,
     /// Names of the shared namespaces that the caller may open.
     pub shared: Vec<String>,
-    /// The codec of the caller's tenant.
-    pub codec: Codec,
+    /// What the caller's tenant wants blocks to be written to nvme as.
+    pub codec: CodecChoice,
+    /// What that comes to for the namespaces that the caller may see, where it is not simply raw.
+    pub codecs: Vec<CodecReport>,
 }
 
 /// One GPU of the device tier.

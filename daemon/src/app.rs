@@ -8,9 +8,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use kvtide_client::protocol::{CallError, NamespaceRow, NamespaceSpec, OpenedNamespace};
-use kvtide_tiers::block::{Codec, NamespaceId, NamespaceKey};
+use kvtide_tiers::block::{NamespaceId, NamespaceKey};
 use kvtide_tiers::catalog::{
-    CatalogStats, Limits, NamespaceInfo, Reply, Request, SessionId, TenantId,
+    CatalogStats, CodecChoice, Limits, NamespaceInfo, Reply, Request, SessionId, TenantId,
 };
 use kvtide_tiers::folder::{FolderError, NamespaceEntry, StoreFolder};
 use kvtide_tiers::io::fault::FaultConfig;
@@ -309,7 +309,7 @@ impl App {
 
 fn namespace_info(tenants: &Tenants, entry: &NamespaceEntry) -> NamespaceInfo {
     // Blocks of an owner that is no longer configured stay, in case it comes back.
-    let unknown = (TenantId(TENANTS_UNKNOWN.saturating_add(entry.id.0)), Codec::Raw);
+    let unknown = (TenantId(TENANTS_UNKNOWN.saturating_add(entry.id.0)), CodecChoice::Raw);
     let (tenant, codec) = tenants.owner(&entry.tenant).unwrap_or(unknown);
     NamespaceInfo {
         id: entry.id,

@@ -12,8 +12,8 @@ use kvtide_client::protocol::{
 };
 use kvtide_tiers::block::{BlockKey, GpuRegionSpec, NamespaceId, RegionLayout};
 use kvtide_tiers::catalog::{
-    Forget, InspectPage, InspectQuery, LeaseId, LoadBlock, LookupReply, PinId, PrefixQuery,
-    Refusal, RegionId, Reply, Request, StoreBlock, TicketId,
+    CodecReport, Forget, InspectPage, InspectQuery, LeaseId, LoadBlock, LookupReply, PinId,
+    PrefixQuery, Refusal, RegionId, Reply, Request, StoreBlock, TicketId,
 };
 use kvtide_tiers::io::{Region, SharedMemory};
 use tarpc::context::Context;
@@ -23,6 +23,9 @@ use crate::counters::ServiceCounters;
 use crate::gpu;
 use crate::session::{RegionKind, Session};
 use crate::touches::Touch;
+
+/// Most namespaces whose codec `status` shows.
+const CODECS_MAX: usize = 256;
 
 /// Longest time that a call may wait for tickets.
 const WAIT_MAX: Duration = Duration::from_secs(600);
@@ -342,6 +345,17 @@ impl Service {
         }
     }
 
+    /// What the caller may see of them; nothing while the catalog is too busy to say.
+    async fn codecs(&self) -> Vec<CodecReport> {
+        let Ok(Reply::Codecs(mut codecs)) = self.ask(Request::Codecs).await else {
+            return Vec::new();
+        };
+        let visible = self.app.visible(&self.session.caller);
+        codecs.retain(|codec| visible.iter().any(|row| row.id == codec.namespace));
+        codecs.truncate(CODECS_MAX);
+        codecs
+    }
+
     async fn do_drain(&self) -> Result<Drained, CallError> {
         let caller = &self.session.caller;
         if !caller.operator {
@@ -578,7 +592,8 @@ impl Kvtide for Service {
 
     async fn status(self, _: Context) -> Result<StatusReport, CallError> {
         self.called("status");
-        Ok(crate::status::report(&self.app, &self.session))
+        let codecs = self.codecs().await;
+        Ok(crate::status::report(&self.app, &self.session, codecs))
     }
 
     async fn namespaces(self, _: Context) -> Result<Vec<NamespaceRow>, CallError> {

@@ -3,13 +3,14 @@
 use std::sync::atomic::Ordering;
 
 use kvtide_client::protocol::{PROTOCOL_VERSION, StatusReport};
+use kvtide_tiers::catalog::CodecReport;
 
 use crate::app::{App, io_words};
 use crate::devices;
 use crate::session::Session;
 
-/// The report for one caller.
-pub fn report(app: &App, session: &Session) -> StatusReport {
+/// The report for one caller, who may see these `codecs`.
+pub fn report(app: &App, session: &Session, codecs: Vec<CodecReport>) -> StatusReport {
     let caller = &session.caller;
     let node = app.node().report();
     let tenant = caller.tenant.as_ref();
@@ -43,6 +44,7 @@ pub fn report(app: &App, session: &Session) -> StatusReport {
             false => tenants.shared_of(&own).map(|space| space.name.clone()).collect(),
         },
         codec: tenant.map(|tenant| tenant.codec).unwrap_or_default(),
+        codecs,
         tenant: own,
     }
 }

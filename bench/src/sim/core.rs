@@ -4,11 +4,12 @@ use std::{collections::VecDeque, path::PathBuf};
 
 use anyhow::{Context, bail, ensure};
 use kvtide_tiers::{
-    block::{BlockKey, Codec, ElementType, NamespaceId, Sum128},
+    block::{BlockKey, ElementType, NamespaceId, Sum128},
     catalog::{
-        Action, AskId, Catalog, CatalogConfig, CatalogStats, DeviceShape, Event, GpuId, LeaseId,
-        Limit, Limits, LoadBlock, NamespaceInfo, NvmeShape, Outcome, Policy, PrefixQuery, RegionId,
-        Reply, Request, SessionId, StoreBlock, TenantId, Tier, Timestamp, WRITE_BYTES_IN_FLIGHT,
+        Action, AskId, Catalog, CatalogConfig, CatalogStats, CodecChoice, DeviceShape, Event,
+        GpuId, LeaseId, Limit, Limits, LoadBlock, NamespaceInfo, NvmeShape, Outcome, Policy,
+        PrefixQuery, RegionId, Reply, Request, SessionId, StoreBlock, TenantId, Tier, Timestamp,
+        WRITE_BYTES_IN_FLIGHT,
     },
     movement::{NodeConfig, NvmeConfig},
 };
@@ -123,7 +124,7 @@ impl Core {
             id: NAMESPACE,
             generation: 1,
             tenant: TENANT,
-            codec: Codec::Raw,
+            codec: CodecChoice::Raw,
             element: ElementType::Bf16,
         }));
         core.events.push_back(Event::SessionOpened { session: SESSION, tenant: TENANT });
@@ -333,7 +334,7 @@ impl Core {
             Action::Scatter { op, .. } => Event::Scattered { op, result: Ok(()) },
             Action::Demote { op, .. } => Event::Demoted { op, result: Ok(()) },
             Action::Read { op, .. } => Event::Read { op, result: Ok(()) },
-            Action::Encode { op, .. } => Event::Encoded { op, result: None },
+            Action::Encode { op, .. } => Event::Encoded { op, result: None, trial: None },
             Action::Write { op, .. } => Event::Written { op, result: Ok(()) },
             Action::OpenSegment { segment, .. } => Event::SegmentOpened { segment, result: Ok(()) },
             Action::EraseDescriptor { segment, sequence, index } => {
@@ -370,6 +371,7 @@ fn config(policy: &str, host_bytes: u64, slab_bytes: u32) -> anyhow::Result<Cata
         nvme: None,
         // Paths may be longer than what a client may ask at once.
         limits: Limits { keys_per_call: 1 << 20, ..Limits::default() },
+        copy_threads: 1,
         clean_percent: 25,
         idle_ms: 200,
         trace_order: false,

@@ -129,8 +129,8 @@ fn settings(config: &Config) -> Vec<Setting> {
     list.text("device.gpus", if gpus.is_empty() { "all".to_owned() } else { gpus.join(", ") });
     for tenant in &config.tenants.list {
         let (uids, gids) = (&tenant.uids, &tenant.gids);
-        let codec = tenant.codec;
-        let text = format!("{}: uids {uids:?}, gids {gids:?}, codec {codec:?}", tenant.name);
+        let codec = tenant.codec.name();
+        let text = format!("{}: uids {uids:?}, gids {gids:?}, codec {codec}", tenant.name);
         list.text("tenant", text);
     }
     for shared in &config.tenants.shared {

@@ -6,8 +6,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use kvtide_tiers::block::Codec;
-use kvtide_tiers::catalog::TenantId;
+use kvtide_tiers::catalog::{CodecChoice, TenantId};
 use kvtide_tiers::segment::{BLOCK_BYTES_MIN_DEFAULT, SEGMENT_BYTES_RANGE, StoreGeometry};
 
 use super::device::{DeviceSettings, POOL_BYTES_ALLOWED, pool_bytes_allowed};
@@ -328,7 +327,7 @@ impl Build<'_> {
         if !configured {
             let (uids, gids) = (vec![0, own_uid], Vec::new());
             let name = DEFAULT_TENANT.to_owned();
-            list.push(Tenant { id: TenantId(0), name, uids, gids, codec: Codec::Raw });
+            list.push(Tenant { id: TenantId(0), name, uids, gids, codec: CodecChoice::Raw });
         }
         let mut spaces: Vec<SharedSpace> = Vec::new();
         for (space, id) in shared.into_iter().zip(u32::try_from(list.len()).unwrap_or(0)..) {

@@ -3,8 +3,7 @@
 
 use std::path::PathBuf;
 
-use kvtide_tiers::block::Codec;
-use kvtide_tiers::catalog::Limits;
+use kvtide_tiers::catalog::{CodecChoice, Limits};
 use kvtide_tiers::segment::SEGMENT_BYTES_RANGE;
 
 use super::args::LogFormat;
@@ -48,7 +47,7 @@ pub(super) struct FileTenant {
     pub(super) name: String,
     pub(super) uids: Vec<u32>,
     pub(super) gids: Vec<u32>,
-    pub(super) codec: Codec,
+    pub(super) codec: CodecChoice,
 }
 
 pub(super) struct FileShared {
@@ -203,7 +202,8 @@ fn read_tenant(reader: &mut Reader<'_>, mut section: Section<'_, '_>) -> Option<
     let name = read_name(reader, &mut section);
     let uids = section.ids(reader, "uids").map(|found| found.value).unwrap_or_default();
     let gids = section.ids(reader, "gids").map(|found| found.value).unwrap_or_default();
-    let codecs = [("raw", Codec::Raw), ("lz4", Codec::Lz4)];
+    let codecs = [CodecChoice::Raw, CodecChoice::Lz4, CodecChoice::Auto];
+    let codecs = codecs.map(|choice| (choice.name(), choice));
     let codec = section.choice(reader, "codec", &codecs).map(|found| found.value);
     section.finish(reader);
     let name = name?;

@@ -1,7 +1,6 @@
 //! Which user is which tenant, and who may see all of them.
 
-use kvtide_tiers::block::Codec;
-use kvtide_tiers::catalog::TenantId;
+use kvtide_tiers::catalog::{CodecChoice, TenantId};
 
 /// Name of the only tenant where the configuration has none.
 pub const DEFAULT_TENANT: &str = "default";
@@ -18,7 +17,7 @@ pub struct Tenant {
     /// Primary groups whose users belong to it, unless they are named by uid elsewhere.
     pub gids: Vec<u32>,
     /// How its blocks are written to nvme.
-    pub codec: Codec,
+    pub codec: CodecChoice,
 }
 
 /// A namespace name under which several tenants share blocks.
@@ -92,7 +91,7 @@ impl Tenants {
     }
 
     /// The number and codec for blocks that the folder's table has under `owner`.
-    pub fn owner(&self, owner: &str) -> Option<(TenantId, Codec)> {
+    pub fn owner(&self, owner: &str) -> Option<(TenantId, CodecChoice)> {
         if let Some(tenant) = self.list.iter().find(|tenant| tenant.name == owner) {
             return Some((tenant.id, tenant.codec));
         }
@@ -101,7 +100,7 @@ impl Tenants {
     }
 
     /// A shared space's codec is that of the first of its tenants.
-    fn shared_codec(&self, space: &SharedSpace) -> Codec {
+    fn shared_codec(&self, space: &SharedSpace) -> CodecChoice {
         let first = space.tenants.first();
         let tenant = self.list.iter().find(|tenant| Some(&tenant.name) == first);
         tenant.map(|tenant| tenant.codec).unwrap_or_default()
@@ -124,7 +123,7 @@ mod tests {
             name: name.into(),
             uids: uids.into(),
             gids: gids.into(),
-            codec: Codec::Raw,
+            codec: CodecChoice::Raw,
         };
         let tenants = Tenants {
             list: vec![tenant(0, "a", &[], &[100]), tenant(1, "b", &[7], &[])],

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::block::{BlockKey, NamespaceId};
+use crate::block::{BlockKey, Codec, NamespaceId};
 
 /// Monotonic time of the caller, microseconds from an arbitrary start.
 #[derive(
@@ -175,6 +175,8 @@ pub enum Request {
     Inspect(InspectQuery),
     /// Counters and gauges.
     Stats,
+    /// The codecs of namespaces that are not simply written raw.
+    Codecs,
     /// Stop admitting, write all dirty blocks down, hottest first; answered when done.
     Drain,
 }
@@ -238,6 +240,8 @@ pub enum Reply {
     Inspect(InspectPage),
     /// To `Stats`.
     Stats(Box<CatalogStats>),
+    /// To `Codecs`, by number.
+    Codecs(Vec<CodecReport>),
     /// To `Drain`, once it is done.
     Drained {
         /// Blocks written down by the drain.
@@ -378,6 +382,68 @@ pub enum RejectReason {
     TooLarge,
     /// The copy out of the region failed, or the region went away.
     Gone,
+}
+
+/// What the operator wants blocks to be written to nvme as.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash, Serialize, Deserialize)]
+pub enum CodecChoice {
+    /// As they are.
+    #[default]
+    Raw,
+    /// Encoded by [`Codec::Lz4`], where that saves 5 % at least: for room and write budget.
+    Lz4,
+    /// Encoded where that makes reloads faster, by measurement.
+    Auto,
+}
+
+impl CodecChoice {
+    /// The choice as the configuration names it.
+    pub fn name(self) -> &'static str {
+        match self {
+            CodecChoice::Raw => "raw",
+            CodecChoice::Lz4 => "lz4",
+            CodecChoice::Auto => "auto",
+        }
+    }
+}
+
+/// What blocks of a namespace are written to nvme as, and why.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct CodecReport {
+    /// The namespace.
+    pub namespace: NamespaceId,
+    /// What the operator wants.
+    pub choice: CodecChoice,
+    /// What is done.
+    pub codec: Codec,
+    /// Why.
+    pub why: CodecWhy,
+}
+
+/// Why blocks are written as they are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum CodecWhy {
+    /// The configuration says so.
+    Configured,
+    /// The elements have no exponent plane that shrinks.
+    Element,
+    /// There is no nvme tier.
+    NoNvme,
+    /// Too few blocks were encoded for trial.
+    NoTrial,
+    /// Too little was read from nvme to know how fast it is.
+    NoReads,
+    /// By measurement on some blocks.
+    Measured {
+        /// Bytes of those blocks.
+        raw_bytes: u64,
+        /// By how much they shrink, bytes.
+        saved_bytes: u64,
+        /// Time that reading them takes less, microseconds.
+        saved_us: u64,
+        /// Time that decoding them takes, by all threads that copy, microseconds.
+        cost_us: u64,
+    },
 }
 
 /// One row of the block table.

@@ -9,7 +9,7 @@ use crossbeam::channel::{Receiver, Sender, select};
 
 use super::gpus::{Closed, Gpus, Place, RegisterError, Registered};
 use super::node::Notify;
-use super::pool::{Expect, Job, PoolSender, ReadContext, Shared};
+use super::pool::{Encode, Expect, Job, PoolSender, ReadContext, Shared};
 use crate::block::PAGE_BYTES;
 use crate::catalog::{
     Action, AskId, Catalog, Event, GpuId, Limit, OpError, OpId, RegionId, Reply, Request,
@@ -306,8 +306,9 @@ impl Conductor {
                 let ended = |error| Event::Demoted { op, result: Err(error) };
                 self.copy_block(action, ended);
             }
-            Action::Encode { op, slot, raw_bytes, codec, element } => {
-                self.copy(Job::Encode { op, slot, raw_bytes, codec, element });
+            Action::Encode { op, slot, raw_bytes, codec, element, trial } => {
+                let encode = Encode { slot, raw_bytes, codec, element, trial };
+                self.copy(Job::Encode { op, encode });
             }
             Action::DropEncoded { op } => {
                 self.take_encoded(op);

@@ -8,11 +8,12 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use crossbeam::channel::{Receiver, Sender, TrySendError, bounded};
 
 use crate::block::{BlockKey, Codec, Descriptor, ElementType, NamespaceId, Place, Sum128};
-use crate::catalog::{Event, OpError, OpId, SlotId};
+use crate::catalog::{CodecTrial, Event, OpError, OpId, SlotId};
 use crate::codec;
 use crate::io::{AlignedBuf, Arena, Region, SlotRead, SlotWrite};
 use crate::movement::RetireNamespace;
@@ -25,9 +26,19 @@ pub(super) enum Job {
     Compare { op: OpId, region: Arc<Region>, place: u32 },
     Scatter { op: OpId, slot: SlotId, expect: Expect, region: Arc<Region>, place: u32 },
     Verify { op: OpId, read: ReadContext, buffer: ReadBuffer },
-    Encode { op: OpId, slot: SlotId, raw_bytes: u32, codec: Codec, element: ElementType },
+    Encode { op: OpId, encode: Encode },
     Quarantine { segment: u32 },
     Retire { namespace: NamespaceId },
+}
+
+/// What is to be encoded, and how.
+pub(super) struct Encode {
+    pub(super) slot: SlotId,
+    pub(super) raw_bytes: u32,
+    pub(super) codec: Codec,
+    pub(super) element: ElementType,
+    /// Decode the result too.
+    pub(super) trial: bool,
 }
 
 /// What a slot must hold before its bytes may leave.
@@ -124,7 +135,7 @@ impl Job {
             Job::Compare { op, .. } => Event::Compared { op: *op, result: Err(error) },
             Job::Scatter { op, .. } => Event::Scattered { op: *op, result: Err(error) },
             Job::Verify { op, .. } => Event::Read { op: *op, result: Err(error) },
-            Job::Encode { op, .. } => Event::Encoded { op: *op, result: None },
+            Job::Encode { op, .. } => Event::Encoded { op: *op, result: None, trial: None },
             Job::Quarantine { .. } => return None,
             Job::Retire { namespace } => {
                 Event::NamespaceRetired { namespace: *namespace, generation: None }
@@ -159,8 +170,9 @@ fn work(job: Job, shared: &Shared) -> Option<Event> {
         Job::Verify { op, read, buffer } => {
             Event::Read { op, result: verify(shared, &read, buffer) }
         }
-        Job::Encode { op, slot, raw_bytes, codec, element } => {
-            Event::Encoded { op, result: encode(shared, op, slot, raw_bytes, codec, element) }
+        Job::Encode { op, encode } => {
+            let (result, trial) = run_encode(shared, op, &encode).unwrap_or_default();
+            Event::Encoded { op, result, trial }
         }
         Job::Quarantine { segment } => {
             quarantine(shared, segment);
@@ -265,21 +277,30 @@ fn verify(shared: &Shared, read: &ReadContext, buffer: ReadBuffer) -> Result<(),
     seal(shared, read.slot, (**descriptor).clone())
 }
 
-fn encode(
-    shared: &Shared,
-    op: OpId,
-    slot: SlotId,
-    raw_bytes: u32,
-    codec: Codec,
-    element: ElementType,
-) -> Option<(u32, Sum128)> {
+/// The stored bytes and their checksum, if the block shrinks enough, and what a trial came to.
+type Encoded = (Option<(u32, Sum128)>, Option<CodecTrial>);
+
+fn run_encode(shared: &Shared, op: OpId, what: &Encode) -> Option<Encoded> {
+    let Encode { slot, raw_bytes, codec, element, trial } = *what;
     let raw = shared.reader(slot, raw_bytes).ok()?;
-    let stored = codec::encode(codec, element, &raw)?;
-    let bytes = u32::try_from(stored.len()).ok()?;
+    let Some(stored) = codec::encode(codec, element, &raw) else {
+        let none = CodecTrial { raw_bytes, stored_bytes: raw_bytes, decode_us: 0 };
+        return Some((None, trial.then_some(none)));
+    };
+    let stored_bytes = u32::try_from(stored.len()).ok()?;
+    let trial = if trial {
+        let mut again = vec![0; raw.len()];
+        let started = Instant::now();
+        codec::decode(codec, element, &stored, &mut again).ok()?;
+        let decode_us = u64::try_from(started.elapsed().as_micros()).ok()?;
+        Some(CodecTrial { raw_bytes, stored_bytes, decode_us })
+    } else {
+        None
+    };
     let sum = Sum128::of(&stored);
     let mut encoded = shared.encoded.lock().unwrap_or_else(PoisonError::into_inner);
     encoded.insert(op, AlignedBuf::of(&stored));
-    Some((bytes, sum))
+    Some((Some((stored_bytes, sum)), trial))
 }
 
 fn quarantine(shared: &Shared, segment: u32) {

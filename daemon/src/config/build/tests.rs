@@ -86,7 +86,7 @@ fn a_full_file_is_read_and_the_command_line_goes_before_it() {
     assert_eq!((nvme.bytes, nvme.segment_bytes, nvme.queue_depth), (128 << 20, Some(2 << 20), 8));
     assert_eq!(config.limits.catalog.sessions, 3);
     assert_eq!(config.limits.calls_in_flight, 7);
-    assert_eq!(config.tenants.caller(2, 77).unwrap().tenant.unwrap().codec, Codec::Lz4);
+    assert_eq!(config.tenants.caller(2, 77).unwrap().tenant.unwrap().codec, CodecChoice::Lz4);
     assert_eq!(config.tenants.shared[0].id, TenantId(2));
     assert!(config.tenants.configured);
     assert_eq!(config.drain, Duration::from_millis(500));

@@ -3,6 +3,7 @@
 //! Dirty means: in host RAM and not on nvme. `HostTier::dirty` lists the dirty blocks that are not
 //! being written, coldest at the back; `dirty_bytes` counts those being written too.
 
+use super::codecs::ReadClock;
 use super::event::{Action, CatalogConfig, NvmeShape, SlotPlace};
 use super::flow::Waiter;
 use super::policy::OrderList;
@@ -47,6 +48,7 @@ impl HostTier {
 pub(crate) struct NvmeTier {
     pub(crate) segments: Segments,
     pub(crate) shape: NvmeShape,
+    pub(crate) reading: ReadClock,
     pub(crate) offline: Option<OfflineReason>,
     /// Segments that failed since the last write that succeeded.
     pub(crate) failed_in_a_row: u32,
@@ -63,6 +65,7 @@ impl NvmeTier {
         NvmeTier {
             segments: Segments::new(shape),
             shape: shape.clone(),
+            reading: ReadClock::default(),
             offline: None,
             failed_in_a_row: 0,
             blocks: 0,

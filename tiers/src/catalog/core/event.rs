@@ -1,9 +1,10 @@
 //! What the catalog is told and what it decides: a closed set of events and actions.
 
+use super::codecs::CodecTrial;
 use super::policy::Policy;
 use super::request::{
-    AskId, GpuId, OfflineReason, Outcome, RegionId, Reply, Request, SessionId, TenantId, TicketId,
-    Tier,
+    AskId, CodecChoice, GpuId, OfflineReason, Outcome, RegionId, Reply, Request, SessionId,
+    TenantId, TicketId, Tier,
 };
 use super::slots::SlotId;
 use crate::block::{BlockKey, Codec, Descriptor, ElementType, NamespaceId, PAGE_BYTES, Sum128};
@@ -23,7 +24,7 @@ pub struct NamespaceInfo {
     /// Who pays for its blocks.
     pub tenant: TenantId,
     /// How its blocks are written to nvme.
-    pub codec: Codec,
+    pub codec: CodecChoice,
     /// The element type, which the codec needs.
     pub element: ElementType,
 }
@@ -144,6 +145,8 @@ pub enum Event {
         op: OpId,
         /// Stored bytes and their checksum; `None` when the block does not shrink enough.
         result: Option<(u32, Sum128)>,
+        /// What the trial came to, if it was one.
+        trial: Option<CodecTrial>,
     },
     /// [`Action::Write`] ended: all of the payload is on the device.
     Written {
@@ -310,6 +313,8 @@ pub enum Action {
         codec: Codec,
         /// The element type.
         element: ElementType,
+        /// Decode the result too, and say how long that took.
+        trial: bool,
     },
     /// Forget the result of an `Encode` that will not be written.
     DropEncoded {
@@ -438,6 +443,8 @@ pub struct CatalogConfig {
     pub nvme: Option<NvmeShape>,
     /// Limits on what clients may hold.
     pub limits: Limits,
+    /// Threads that copy, check and decode.
+    pub copy_threads: u32,
     /// Dirty blocks are written down while less than this part of the arena is free or clean,
     /// percent. Default: 25.
     pub clean_percent: u32,

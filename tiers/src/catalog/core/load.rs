@@ -349,6 +349,7 @@ impl Catalog {
         self.flow.reads += 1;
         if let Some(nvme) = &mut self.nvme {
             nvme.segments.get_mut(segment).readers += 1;
+            nvme.reading.begin(self.now);
         }
         let op = self.flow.start(self.now, Op::Read { block: index, segment, retry });
         let descriptor = Box::new(self.descriptor(index));
@@ -400,8 +401,12 @@ impl Catalog {
             return;
         };
         self.flow.reads -= 1;
+        let location = self.table.get(index).location();
         if let Some(nvme) = &mut self.nvme {
             nvme.segments.get_mut(segment).readers -= 1;
+            let stored = location.map_or(0, |location| u64::from(location.stored_bytes));
+            let read = if result.is_ok() { stored } else { 0 };
+            nvme.reading.end(self.now, read, self.flow.reads > 0);
         }
         let HostCopy::Filling { doomed, .. } = self.table.get(index).host else {
             return;

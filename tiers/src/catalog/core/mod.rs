@@ -9,6 +9,7 @@
 
 mod admin;
 mod clients;
+mod codecs;
 mod copies;
 mod device;
 mod erase;
@@ -28,6 +29,7 @@ mod tests;
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
+pub use codecs::CodecTrial;
 pub use event::{
     Action, CatalogConfig, DeviceShape, Event, Limits, NamespaceInfo, NvmeShape, OpError, OpId,
     SlotPlace, WRITE_BYTES_IN_FLIGHT, slab_bytes_for,
@@ -39,6 +41,7 @@ use super::request;
 use super::request::*;
 use crate::block::{BlockKey, NamespaceId};
 use clients::{Clients, RegionShape, Session};
+use codecs::NamespaceCodec;
 use copies::{HostTier, NvmeTier};
 use device::DeviceTier;
 use erase::Erasures;
@@ -57,6 +60,7 @@ pub struct Catalog {
     trickle_bytes: u64,
     table: BlockTable,
     namespaces: HashMap<NamespaceId, NamespaceInfo>,
+    codecs: HashMap<NamespaceId, NamespaceCodec>,
     devices: Vec<DeviceTier>,
     host: HostTier,
     nvme: Option<NvmeTier>,
@@ -118,6 +122,7 @@ impl Catalog {
             trickle_at: Timestamp(0),
             trickle_bytes: 0,
             namespaces: HashMap::new(),
+            codecs: HashMap::new(),
             devices,
             host,
             nvme,
@@ -158,7 +163,7 @@ impl Catalog {
             Event::Demoted { op, result } => self.demoted(op, result),
             Event::DeviceLost { gpu, reason } => self.take_device_offline(gpu, reason),
             Event::Read { op, result } => self.read_done(op, result),
-            Event::Encoded { op, result } => self.encoded(op, result),
+            Event::Encoded { op, result, trial } => self.encoded(op, result, trial),
             Event::Written { op, result } => self.written(op, result),
             Event::SegmentOpened { segment, result } => {
                 if let Err(error) = result {
@@ -186,7 +191,10 @@ impl Catalog {
     }
 
     fn ask(&mut self, ask: AskId, session: SessionId, request: Request) {
-        let demand = !matches!(request, Request::Inspect(_) | Request::Stats | Request::Drain);
+        let demand = !matches!(
+            request,
+            Request::Inspect(_) | Request::Stats | Request::Codecs | Request::Drain
+        );
         if demand {
             self.last_demand = self.now;
         }
@@ -209,6 +217,7 @@ impl Catalog {
             Request::ReportBad { namespace, keys } => self.report_bad(namespace, &keys),
             Request::Inspect(query) => Reply::Inspect(self.inspect(&query)),
             Request::Stats => Reply::Stats(Box::new(self.stats())),
+            Request::Codecs => Reply::Codecs(self.codec_reports()),
             Request::Drain => {
                 let written = self.nvme.as_ref().map_or(0, |nvme| nvme.blocks_written);
                 let drain = self.drain.get_or_insert_default();

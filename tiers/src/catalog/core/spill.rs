@@ -1,6 +1,7 @@
 //! Write-down of dirty blocks to nvme, and reclaim of segments.
 
 use super::Catalog;
+use super::codecs::CodecTrial;
 use super::copies::slot_bytes;
 use super::event::{Action, OpError, OpId};
 use super::flow::Op;
@@ -72,16 +73,16 @@ impl Catalog {
         };
         let (raw_bytes, raw_sum) = (block.raw_bytes, block.raw_sum);
         let bytes = slot_bytes(block);
-        let info = self.namespaces.get(&block.namespace).copied();
-        let codec = info.map_or(Codec::Raw, |info| info.codec);
-        let element = self.element_of(block.namespace);
-        if codec != Codec::Raw && element.is_16_bit() {
+        let namespace = block.namespace;
+        let element = self.element_of(namespace);
+        let (codec, trial) = self.codec_for(namespace);
+        if codec != Codec::Raw {
             if !self.nvme.as_ref().is_some_and(|nvme| nvme.segments.has_space(raw_bytes)) {
                 return false;
             }
             self.begin_writing(index, bytes);
             let op = self.flow.start(self.now, Op::Encode { block: index, bytes });
-            self.actions.push(Action::Encode { op, slot, raw_bytes, codec, element });
+            self.actions.push(Action::Encode { op, slot, raw_bytes, codec, element, trial });
             return true;
         }
         let Some(space) = self.take_space(raw_bytes) else {
@@ -147,10 +148,18 @@ impl Catalog {
         self.actions.push(Action::Write { op, slot, index: location.index, descriptor });
     }
 
-    pub(super) fn encoded(&mut self, op: OpId, result: Option<(u32, Sum128)>) {
+    pub(super) fn encoded(
+        &mut self,
+        op: OpId,
+        result: Option<(u32, Sum128)>,
+        trial: Option<CodecTrial>,
+    ) {
         let Some(Op::Encode { block: index, bytes }) = self.take_op(op) else {
             return;
         };
+        if let Some(trial) = trial {
+            self.note_codec_trial(self.table.get(index).namespace, trial);
+        }
         let block = self.table.get(index);
         let (raw_bytes, raw_sum) = (block.raw_bytes, block.raw_sum);
         let wanted = block.nvme == NvmeCopy::Writing { doomed: false } && self.nvme_usable();

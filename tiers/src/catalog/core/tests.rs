@@ -8,7 +8,7 @@ use proptest::prelude::*;
 
 use super::table::{DeviceCopy, HostCopy, NvmeCopy};
 use super::*;
-use crate::block::{Codec, ElementType, Sum128};
+use crate::block::{ElementType, Sum128};
 use crate::segment::StoreGeometry;
 
 const BLOCK: u32 = 4096;
@@ -34,6 +34,7 @@ fn config(host_blocks: u64, nvme: bool) -> CatalogConfig {
             reinsert_percent: 25,
         }),
         limits: Limits::default(),
+        copy_threads: 1,
         clean_percent: 25,
         idle_ms: 0,
         trace_order: false,
@@ -77,6 +78,8 @@ struct Edge {
     delay: bool,
     fail: Option<OpError>,
     writes: u64,
+    /// Blocks that were encoded for trial.
+    trials: u64,
 }
 
 impl Edge {
@@ -95,12 +98,13 @@ impl Edge {
             delay: false,
             fail: None,
             writes: 0,
+            trials: 0,
         };
         let info = NamespaceInfo {
             id: NAMESPACE,
             generation: 1,
             tenant: TenantId(1),
-            codec: Codec::Raw,
+            codec: CodecChoice::Raw,
             element: ElementType::Bf16,
         };
         edge.event(Event::Namespace(info));
@@ -189,7 +193,11 @@ impl Edge {
                 Event::Written { op, result: result() }
             }
             Action::OpenSegment { segment, .. } => Event::SegmentOpened { segment, result: Ok(()) },
-            Action::Encode { op, .. } => Event::Encoded { op, result: None },
+            Action::Encode { op, raw_bytes, trial, .. } => {
+                let none = CodecTrial { raw_bytes, stored_bytes: raw_bytes, decode_us: 0 };
+                self.trials += u64::from(trial);
+                Event::Encoded { op, result: None, trial: trial.then_some(none) }
+            }
             Action::EraseDescriptor { segment, sequence, index } => {
                 Event::Erased { segment, sequence, index, result: result() }
             }
@@ -367,6 +375,32 @@ fn a_full_arena_spills_and_loads_come_back_from_nvme() {
     assert_eq!(edge.outcomes(ticket), [Outcome::Loaded(Tier::Nvme); 10]);
     assert!(edge.writes - writes <= 10, "clean copies are not written again");
     edge.catalog.check();
+}
+
+#[test]
+fn a_codec_is_tried_on_a_few_blocks_before_it_is_chosen() {
+    let mut edge = Edge::new(config(40, true));
+    let info = NamespaceInfo {
+        id: NAMESPACE,
+        generation: 1,
+        tenant: TenantId(1),
+        codec: CodecChoice::Auto,
+        element: ElementType::Bf16,
+    };
+    edge.event(Event::Namespace(info));
+    for number in 0..8 {
+        edge.store(&chain(number, 8), 0);
+    }
+    assert!(edge.writes > 8);
+    assert_eq!(edge.trials, 8, "then nothing is known of reads, and blocks stay raw");
+    let Some(Reply::Codecs(codecs)) = edge.ask(Request::Codecs) else { panic!() };
+    let raw = CodecReport {
+        namespace: NAMESPACE,
+        choice: CodecChoice::Auto,
+        codec: crate::block::Codec::Raw,
+        why: CodecWhy::NoReads,
+    };
+    assert_eq!(codecs, [raw]);
 }
 
 #[test]
