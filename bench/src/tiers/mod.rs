@@ -257,6 +257,10 @@ fn run_one(
         say(&format!("{}: {rounds} rounds; {}", setup.name(), machine_words(&machine)));
         measures.table().say();
         measures.remarks().iter().for_each(|line| say(line));
+        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        if load_average().is_some_and(|load| load > 2.0 * cores as f64) {
+            say("The machine was BUSY (see the load average): compare nothing of this.");
+        }
         bench.calls.table().say();
         say("");
         judge::lines(&targets).iter().for_each(|line| say(line));
@@ -278,6 +282,11 @@ fn run_one(
         std::fs::remove_dir_all(&folder)?;
     }
     Ok((measures.summary, object))
+}
+
+/// Threads that ran or wanted to, over the last minute. Some two of them are this run's own.
+fn load_average() -> Option<f64> {
+    std::fs::read_to_string("/proc/loadavg").ok()?.split(' ').next()?.parse().ok()
 }
 
 fn machine_words(machine: &Value) -> String {
@@ -332,6 +341,7 @@ impl Bench {
             "memcpy_pages": self.copies.pages(),
             "memcpy_threads": self.threads.0,
             "memcpy_threads_why": self.threads.1,
+            "load_average": load_average(),
             "clients_are": "threads of this process, each with a connection and a region",
         }))
     }
