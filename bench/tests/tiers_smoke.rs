@@ -63,7 +63,8 @@ fn complete(row: &Value) {
     {
         assert!(row[number].is_number(), "{number}: {row}");
     }
-    assert_eq!(row["rounds"].as_array().unwrap().len(), 2, "{row}");
+    // Copies are repeated beside each way of calling.
+    assert!(row["rounds"].as_array().unwrap().len() >= 2, "{row}");
     let yardstick = row["work"] == "memcpy" || row["work"] == "raw";
     assert_eq!(row["ratio"].is_number(), !yardstick, "{row}");
     assert_eq!(row["beside"].is_string(), !yardstick, "{row}");
@@ -88,7 +89,7 @@ fn tables_end_with_the_verdicts() {
     let output = tiers(&["--rounds", "1", "--calls", "1", "--depths", "4"]);
     let out = said(&output.stdout);
     assert!(output.status.success(), "{out}\n{}", said(&output.stderr));
-    for words in ["raw ring, read, depth 4", "load, nvme, 16 a call, 1 calls", "idle daemon", "met"]
+    for words in ["raw ring, read, depth 4", "load, nvme, 16 a call, 1 call", "idle daemon", "met"]
     {
         assert!(out.contains(words), "{words}: {out}");
     }

@@ -279,9 +279,16 @@ impl Fleet {
         Ok(())
     }
 
-    /// Stores sets within the host tier and loads them, with each way of calling.
-    pub(super) fn host_round(&self, round: u32, measures: &mut Measures) -> anyhow::Result<()> {
+    /// Stores sets within the host tier and loads them, with each way of calling. Before each
+    /// measure `beside` takes its yardstick; it is told whether this is the first.
+    pub(super) fn host_round(
+        &self,
+        round: u32,
+        measures: &mut Measures,
+        beside: impl Fn(bool, &mut Measures) -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
         for (number, how) in self.setup.ways(round).into_iter().enumerate() {
+            beside(number == 0, measures)?;
             let sets = self.sets(10 + number as u64, round, self.setup.host_blocks);
             self.fill(&sets)?;
             let stored = self.timed(&sets, |client, set| client.store(set.blocks(), how))?;
@@ -297,13 +304,15 @@ impl Fleet {
         Ok(())
     }
 
-    /// Stores sets that are larger than the host tier, each timed until all of it is on nvme; then
-    /// loads the last one, a part with each way of calling, oldest blocks first, so that every
-    /// block has left host RAM before it is asked for.
-    pub(super) fn nvme_round(&self, round: u32, measures: &mut Measures) -> anyhow::Result<()> {
-        let ways = self.setup.ways(round);
+    /// Stores sets that are larger than the host tier, each timed until all of it is on nvme.
+    /// Returns the last one, which stays.
+    pub(super) fn nvme_stores(
+        &self,
+        round: u32,
+        measures: &mut Measures,
+    ) -> anyhow::Result<Vec<Set>> {
         let mut last = Vec::new();
-        for (number, how) in ways.iter().enumerate() {
+        for (number, how) in self.setup.ways(round).into_iter().enumerate() {
             if number > 0 {
                 self.forget()?;
             }
@@ -311,7 +320,7 @@ impl Fleet {
             self.fill(&sets)?;
             let before = thread_seconds(self.daemon_pid).unwrap_or(0.0);
             let own = own_seconds();
-            let stored = self.timed(&sets, |client, set| client.store(set.blocks(), *how))?;
+            let stored = self.timed(&sets, |client, set| client.store(set.blocks(), how))?;
             let pause = self.settle()?;
             let durable = Instant::now();
             let mut row = self.round(&stored, round, measures);
@@ -323,9 +332,21 @@ impl Fleet {
             measures.add(how.store(Tier::Nvme), row);
             last = sets;
         }
+        Ok(last)
+    }
+
+    /// Loads what was stored last, a part with each way of calling, oldest blocks first, so that
+    /// every block has left host RAM before it is asked for.
+    pub(super) fn nvme_loads(
+        &self,
+        round: u32,
+        sets: &[Set],
+        measures: &mut Measures,
+    ) -> anyhow::Result<()> {
+        let ways = self.setup.ways(round);
         let shift = self.setup.nvme_blocks / 2;
         for (number, how) in ways.iter().enumerate() {
-            let parts = self.parts(&last, number, ways.len(), shift);
+            let parts = self.parts(sets, number, ways.len(), shift);
             let loaded = self.timed(&parts, |client, part| client.load(part, *how))?;
             let row = self.round(&loaded, round, measures);
             measures.add(how.load(Tier::Nvme), row);

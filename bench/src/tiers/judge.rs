@@ -7,7 +7,6 @@ use super::{
     calls::Calls,
     measure::{Direction, How, Kind, Measures, Work},
 };
-use crate::report::Table;
 use kvtide_client::Tier;
 
 /// What the calls of one block may cost beside their copy and two ping-pongs, microseconds.
@@ -34,6 +33,7 @@ pub(super) fn judge(setup: &Setup, measures: &Measures, calls: Option<&Calls>) -
     // The targets are for blocks of this size; other sizes are shown without a verdict.
     if setup.block_bytes == 2 << 20 {
         targets.extend(nvme(measures));
+        targets.extend(nvme_p99(measures, setup.clients));
         if setup.clients == 1 {
             targets.extend(host(measures, setup.batch));
             targets.extend(calls.map(|calls| one_block(measures, calls)).unwrap_or_default());
@@ -104,10 +104,10 @@ fn nvme_more(measures: &Measures, kind: Kind) -> Option<Target> {
 }
 
 /// A call of 16 blocks has 16 transfers under way, and ends with the last: it is set beside single
-/// transfers of a raw ring that has as many under way.
-fn nvme_p99(measures: &Measures) -> Option<Target> {
+/// transfers of a raw ring that has about as many under way.
+fn nvme_p99(measures: &Measures, clients: usize) -> Option<Target> {
     let kind = measures.best(Work::Nvme, Direction::Load)?;
-    let depth = kind.batch * kind.depth;
+    let depth = kind.batch * kind.depth * clients;
     let raw =
         measures.kinds(Work::Raw, Direction::Load).min_by_key(|raw| raw.depth.abs_diff(depth))?;
     let (p99, raw_p99) = (measures.quantile_us(kind, 0.99), measures.quantile_us(raw, 0.99));
@@ -128,7 +128,7 @@ fn nvme_p99(measures: &Measures) -> Option<Target> {
 }
 
 fn host(measures: &Measures, batch: usize) -> Vec<Target> {
-    let mut targets: Vec<Target> = nvme_p99(measures).into_iter().collect();
+    let mut targets = Vec::new();
     for (direction, least) in [(Direction::Load, 0.90), (Direction::Store, 0.85)] {
         let of_batch = |kind: &Kind| kind.batch == batch;
         let speed = |kind: &Kind| measures.ratio(*kind).unwrap_or(0.0);
@@ -204,26 +204,24 @@ fn control(calls: &Calls) -> Vec<Target> {
             ratio <= 5.0,
         ));
     }
-    if let Some(per_s) = calls.lookups_per_s() {
+    if let Some((per_s, threads)) = calls.lookups_per_s() {
         targets.push(Target::new(
             "lookups of 256 keys with 8 clients",
             ">= 20,000 a second".into(),
-            format!("{per_s:.0} a second"),
+            format!("{per_s:.0} a second, clients in {threads} threads"),
             per_s >= 20_000.0,
         ));
     }
     targets
 }
 
-/// The verdicts, for people.
-pub(super) fn table(targets: &[Target]) -> Table {
-    let mut table = Table::default();
-    for target in targets {
-        let verdict = if target.met { "met" } else { "MISSED" };
-        let Target { what, wanted, measured, .. } = target;
-        table.row([what.clone(), verdict.into(), wanted.clone(), measured.clone()]);
-    }
-    table
+/// The verdicts, for people: a line each.
+pub(super) fn lines(targets: &[Target]) -> Vec<String> {
+    let line = |target: &Target| {
+        let Target { what, wanted, measured, met } = target;
+        format!("{:<6}  {what} {wanted}: {measured}", if *met { "met" } else { "MISSED" })
+    };
+    targets.iter().map(line).collect()
 }
 
 /// The verdicts, for programs.

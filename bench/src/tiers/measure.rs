@@ -87,18 +87,19 @@ impl Kind {
         let (batch, depth) = (self.batch, self.depth);
         let store = self.direction == Direction::Store;
         let verb = if store { "store" } else { "load" };
+        let calls = if depth == 1 { "call" } else { "calls" };
         match self.work {
-            Work::Memcpy if store => format!("memcpy, region to arena, {depth} threads"),
-            Work::Memcpy => format!("memcpy, arena to region, {depth} threads"),
+            Work::Memcpy if store => format!("memcpy, region to arena, threads: {depth}"),
+            Work::Memcpy => format!("memcpy, arena to region, threads: {depth}"),
             Work::MemcpySum if store => "  and XXH3-128 in a second pass".into(),
             Work::MemcpySum => "  after XXH3-128 in a first pass".into(),
             Work::Raw if store => format!("raw ring, write, depth {depth}"),
             Work::Raw => format!("raw ring, read, depth {depth}"),
             Work::Fio if store => format!("fio, write, depth {depth}"),
             Work::Fio => format!("fio, read, depth {depth}"),
-            Work::Host => format!("{verb}, host, {batch} a call, {depth} calls"),
-            Work::Nvme if store => format!("store until on nvme, {batch} a call, {depth} calls"),
-            Work::Nvme => format!("load, nvme, {batch} a call, {depth} calls"),
+            Work::Host => format!("{verb}, host, {batch} a call, {depth} {calls}"),
+            Work::Nvme if store => format!("store until on nvme, {batch} a call, {depth} {calls}"),
+            Work::Nvme => format!("load, nvme, {batch} a call, {depth} {calls}"),
         }
     }
 
@@ -229,8 +230,12 @@ impl Measures {
     pub(super) fn ratios(&self, kind: Kind) -> Vec<f64> {
         let Some(beside) = self.yardstick(kind) else { return Vec::new() };
         let same = |round: &Round| {
-            let other = self.rounds(beside).iter().find(|other| other.round == round.round)?;
-            Some(round.gb_s() / other.gb_s().max(1e-9))
+            // A yardstick may be taken several times in a round, to lie beside each measure.
+            let others = || self.rounds(beside).iter().filter(|other| other.round == round.round);
+            let bytes: u64 = others().map(|other| other.bytes).sum();
+            let took = others().map(|other| other.took).sum();
+            let other = Round { bytes, took, ..Round::default() };
+            (bytes > 0).then(|| round.gb_s() / other.gb_s().max(1e-9))
         };
         self.rounds(kind).iter().filter_map(same).collect()
     }
@@ -372,6 +377,9 @@ impl Measures {
              failures, {blocks_missed} missed, {} stores tried again for want of room",
             self.busy
         )];
+        if blocks_missed > 0 {
+            remarks.push("loads MISSED blocks: their figures count only what arrived".into());
+        }
         if self.unexpected_host > 0 {
             remarks.push(format!(
                 "{} blocks of the nvme loads came from host RAM",
@@ -386,7 +394,7 @@ impl Measures {
             if let (Some(calls), Some(all), Some(pause)) = (calls, all, pause) {
                 remarks.push(format!(
                     "{}: the last call ended after {calls:.2} s; all was written after {all:.2} s, \
-                     with a pause of {pause:.2} s until the daemon took itself to be idle",
+                     with a pause of {pause:.2} s (the daemon waits until nobody asks)",
                     kind.name()
                 ));
             }

@@ -55,9 +55,16 @@ impl Copies {
         format!("a memfd of the client's kind and {}", self.arena.pages().name())
     }
 
-    pub(super) fn round(&self, round: u32, measures: &mut Measures) -> anyhow::Result<()> {
+    /// Copies of both directions; `sums`: also those with a checksum.
+    pub(super) fn round(
+        &self,
+        round: u32,
+        sums: bool,
+        measures: &mut Measures,
+    ) -> anyhow::Result<()> {
+        let works: &[Work] = if sums { &[Work::Memcpy, Work::MemcpySum] } else { &[Work::Memcpy] };
         for direction in [Direction::Store, Direction::Load] {
-            for work in [Work::Memcpy, Work::MemcpySum] {
+            for work in works.iter().copied() {
                 let kind = Kind { work, direction, batch: 1, depth: self.threads };
                 measures.add(kind, self.pass(work, direction, round)?);
             }
