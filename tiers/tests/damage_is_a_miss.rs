@@ -16,8 +16,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use kvtide_tiers::block::Codec;
-use kvtide_tiers::catalog::Outcome;
+use kvtide_tiers::catalog::{CodecChoice, Outcome};
 use kvtide_tiers::io::memory_device::LoggedWrite;
 use kvtide_tiers::io::{BlockDevice, IoDone, IoOp, RingChoice, Waker};
 use kvtide_tiers::movement::{DeviceWrap, Node, NodeConfig};
@@ -37,7 +36,7 @@ fn small(folder: &Path) -> NodeConfig {
 }
 
 /// A store with all chains in it, closed cleanly.
-fn filled(folder: &Path, codec: Codec, wrap: Option<DeviceWrap>) {
+fn filled(folder: &Path, codec: CodecChoice, wrap: Option<DeviceWrap>) {
     let mut config = small(folder);
     if let Some(nvme) = &mut config.nvme {
         nvme.wrap = wrap;
@@ -52,7 +51,7 @@ fn filled(folder: &Path, codec: Codec, wrap: Option<DeviceWrap>) {
 }
 
 /// Opens what is in the folder, loads every chain, stores one, loads again. Returns blocks loaded.
-fn survey(folder: &Path, codec: Codec) -> usize {
+fn survey(folder: &Path, codec: CodecChoice) -> usize {
     let Ok(node) = Node::start(small(folder), |_| Some(1)) else {
         return 0;
     };
@@ -130,7 +129,7 @@ proptest! {
         damages in prop::collection::vec(damage(), 1..12),
         lz4 in any::<bool>(),
     ) {
-        let codec = if lz4 { Codec::Lz4 } else { Codec::Raw };
+        let codec = if lz4 { CodecChoice::Lz4 } else { CodecChoice::Raw };
         let folder = tempfile::tempdir().unwrap();
         filled(folder.path(), codec, None);
         for damage in &damages {
@@ -143,8 +142,8 @@ proptest! {
 #[test]
 fn an_undamaged_store_gives_everything_back() {
     let folder = tempfile::tempdir().unwrap();
-    filled(folder.path(), Codec::Raw, None);
-    assert_eq!(survey(folder.path(), Codec::Raw), 2 * 16 * CHAINS as usize);
+    filled(folder.path(), CodecChoice::Raw, None);
+    assert_eq!(survey(folder.path(), CodecChoice::Raw), 2 * 16 * CHAINS as usize);
 }
 
 #[test]
@@ -153,7 +152,7 @@ fn every_damaged_slot_of_host_ram_is_a_miss() {
     let mut config = small(folder.path());
     config.nvme = None;
     let node = Node::start(config, |_| Some(1)).unwrap();
-    let client = Client::connect(&node, Codec::Raw);
+    let client = Client::connect(&node, CodecChoice::Raw);
     client.store_all(0..16);
     let arena = node.handle().arena_for_tests().clone();
     let slots: Vec<_> = (0..arena.slabs())
@@ -234,7 +233,7 @@ fn every_prefix_of_the_writes_leaves_a_store_that_never_lies() {
     let theirs = Arc::clone(&log);
     let wrap =
         DeviceWrap(Arc::new(move |inner| Box::new(Logging { inner, log: Arc::clone(&theirs) })));
-    filled(folder.path(), Codec::Raw, Some(wrap));
+    filled(folder.path(), CodecChoice::Raw, Some(wrap));
     let log = log.lock().unwrap();
     assert!(log.len() > 190, "{} writes", log.len());
     let mut image = empty.clone();
@@ -248,7 +247,7 @@ fn every_prefix_of_the_writes_leaves_a_store_that_never_lies() {
         };
         image[at..at + whole].copy_from_slice(&write.bytes[..whole]);
         std::fs::write(&file, &image).unwrap();
-        most = most.max(survey(folder.path(), Codec::Raw));
+        most = most.max(survey(folder.path(), CodecChoice::Raw));
     }
     assert!(most > 0, "some of the images hold blocks");
 }

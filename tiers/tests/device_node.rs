@@ -9,11 +9,11 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use kvtide_tiers::block::{
-    BlockKey, Codec, ElementType, GpuOrder, GpuUuid, NamespaceId, Plane, RegionLayout,
+    BlockKey, ElementType, GpuOrder, GpuUuid, NamespaceId, Plane, RegionLayout,
 };
 use kvtide_tiers::catalog::{
-    CatalogStats, LoadBlock, NamespaceInfo, Outcome, PrefixQuery, RegionId, Reply, Request,
-    SessionId, StoreBlock, TenantId, TicketId, Tier,
+    CatalogStats, CodecChoice, LoadBlock, NamespaceInfo, Outcome, PrefixQuery, RegionId, Reply,
+    Request, SessionId, StoreBlock, TenantId, TicketId, Tier,
 };
 use kvtide_tiers::io::{RingChoice, SharedMemory};
 use kvtide_tiers::movement::{
@@ -101,7 +101,7 @@ impl Engine {
             id: NAMESPACE,
             generation: 1,
             tenant: TenantId(1),
-            codec: Codec::Raw,
+            codec: CodecChoice::Raw,
             element: ElementType::Bf16,
         });
         let (send, tickets) = mpsc::channel();

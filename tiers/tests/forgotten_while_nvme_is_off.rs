@@ -11,8 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
-use kvtide_tiers::block::Codec;
-use kvtide_tiers::catalog::{Forget, Reply, Request};
+use kvtide_tiers::catalog::{CodecChoice, Forget, Reply, Request};
 use kvtide_tiers::io::{BlockDevice, IoDone, IoFailure, IoOp, RingChoice, Waker};
 use kvtide_tiers::movement::{DeviceWrap, Node, NodeConfig, RetireNamespace};
 use node_support::{Client, NAMESPACE, config, key};
@@ -87,7 +86,7 @@ fn found_after_restart(forget: Option<Request>) -> u32 {
     let folder = tempfile::tempdir().unwrap();
     let (out, generation) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU32::new(1)));
     let node = Node::start(pullable(folder.path(), &out, &generation), |_| Some(1)).unwrap();
-    let client = Client::connect(&node, Codec::Raw);
+    let client = Client::connect(&node, CodecChoice::Raw);
     client.store_all(0..16);
     while client.stats().dirty_blocks > 0 {
         std::thread::sleep(Duration::from_millis(5));
@@ -106,7 +105,7 @@ fn found_after_restart(forget: Option<Request>) -> u32 {
     node.stop();
     let now = generation.load(Ordering::SeqCst);
     let node = Node::start(config(folder.path(), RingChoice::Blocking), |_| Some(now)).unwrap();
-    let client = Client::connect(&node, Codec::Raw);
+    let client = Client::connect(&node, CodecChoice::Raw);
     let found = client.lookup(0..16).blocks;
     node.stop();
     found

@@ -3,13 +3,12 @@
 
 mod node_support;
 
-use kvtide_tiers::block::Codec;
-use kvtide_tiers::catalog::{Outcome, Tier};
+use kvtide_tiers::catalog::{CodecChoice, Outcome, Tier};
 use kvtide_tiers::io::RingChoice;
 use kvtide_tiers::movement::Node;
 use node_support::{Client, config};
 
-fn round_trip(ring: RingChoice, codec: Codec) {
+fn round_trip(ring: RingChoice, codec: CodecChoice) {
     let folder = tempfile::tempdir().expect("starts");
     let node = Node::start(config(folder.path(), ring), |_| Some(1)).expect("starts");
     let client = Client::connect(&node, codec);
@@ -31,7 +30,7 @@ fn round_trip(ring: RingChoice, codec: Codec) {
     assert!(tiers[1] > 150, "most came from nvme: {tiers:?}");
     let stats = client.stats();
     assert_eq!((stats.corrupt, stats.read_failures, stats.write_failures), (0, 0, 0));
-    if codec == Codec::Lz4 {
+    if codec == CodecChoice::Lz4 {
         assert!(stats.nvme.bytes_in < 20 << 20, "lz4 made it smaller: {}", stats.nvme.bytes_in);
     }
     client.drain();
@@ -51,15 +50,15 @@ fn round_trip(ring: RingChoice, codec: Codec) {
 
 #[test]
 fn blocks_spill_and_come_back_over_io_uring() {
-    round_trip(RingChoice::Auto, Codec::Raw);
+    round_trip(RingChoice::Auto, CodecChoice::Raw);
 }
 
 #[test]
 fn blocks_spill_and_come_back_over_pread_and_pwrite() {
-    round_trip(RingChoice::Blocking, Codec::Raw);
+    round_trip(RingChoice::Blocking, CodecChoice::Raw);
 }
 
 #[test]
 fn blocks_spill_and_come_back_compressed() {
-    round_trip(RingChoice::Auto, Codec::Lz4);
+    round_trip(RingChoice::Auto, CodecChoice::Lz4);
 }

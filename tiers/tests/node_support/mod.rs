@@ -8,10 +8,10 @@ use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use kvtide_tiers::block::{BlockKey, Codec, ElementType, NamespaceId, RegionLayout};
+use kvtide_tiers::block::{BlockKey, ElementType, NamespaceId, RegionLayout};
 use kvtide_tiers::catalog::{
-    CatalogStats, LoadBlock, LookupReply, NamespaceInfo, Outcome, PrefixQuery, RegionId, Reply,
-    Request, SessionId, StoreBlock, TenantId, TicketId,
+    CatalogStats, CodecChoice, LoadBlock, LookupReply, NamespaceInfo, Outcome, PrefixQuery,
+    RegionId, Reply, Request, SessionId, StoreBlock, TenantId, TicketId,
 };
 use kvtide_tiers::io::{Region, RingChoice, SharedMemory};
 use kvtide_tiers::movement::{Node, NodeConfig, NodeHandle, NvmeConfig};
@@ -61,7 +61,7 @@ pub fn payload(number: u32) -> Vec<u8> {
 }
 
 impl Client {
-    pub fn connect(node: &Node, codec: Codec) -> Client {
+    pub fn connect(node: &Node, codec: CodecChoice) -> Client {
         let handle = node.handle();
         handle.add_namespace(NamespaceInfo {
             id: NAMESPACE,

@@ -110,6 +110,12 @@ impl NamespaceCodec {
 }
 
 impl Catalog {
+    /// Whether blocks of the namespace may be encoded when they are written.
+    pub(super) fn may_be_encoded(&self, namespace: NamespaceId) -> bool {
+        let info = self.namespaces.get(&namespace);
+        info.is_some_and(|info| info.codec != CodecChoice::Raw && info.element.is_16_bit())
+    }
+
     /// The codec for the next block of the namespace that is written, and whether it is a trial.
     pub(super) fn codec_for(&mut self, namespace: NamespaceId) -> (Codec, bool) {
         let Some(info) = self.namespaces.get(&namespace) else {

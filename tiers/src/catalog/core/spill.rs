@@ -21,6 +21,10 @@ const TRICKLE_S: u64 = 60;
 /// Most bytes that are written down in a second for no other reason than their age.
 const TRICKLE_BYTES_MAX: u64 = 256 << 20;
 
+/// Most bytes of writes under way while the drive is merely free: enough to keep it busy, and few
+/// enough for a read that comes to wait for little.
+const EAGER_BYTES_MAX: u64 = 8 << 20;
+
 impl Catalog {
     /// Once a second: allows some blocks to be written though there is room and demand, so that a
     /// crash loses no more than about a minute.
@@ -32,14 +36,10 @@ impl Catalog {
         }
     }
 
-    /// Starts writes while too little of the arena is free or clean, while nobody asks for
-    /// anything, or while draining; as far as the bytes in flight allow.
+    /// Starts writes as far as the bytes in flight allow.
     pub(super) fn pump_writes(&mut self) {
-        let Some(nvme) = &self.nvme else {
-            return;
-        };
-        let limit = nvme.shape.write_bytes_in_flight;
-        while self.nvme_usable() && self.wants_write_down() {
+        while self.nvme_usable() {
+            let (limit, eager) = self.write_bytes_allowed();
             let next = match self.drain {
                 Some(_) => self.host.dirty.front(),
                 None => self.host.dirty.back(),
@@ -47,8 +47,11 @@ impl Catalog {
             let Some(index) = next else {
                 return;
             };
-            let bytes = slot_bytes(self.table.get(index));
-            if self.flow.write_bytes > 0 && self.flow.write_bytes + bytes > limit {
+            let block = self.table.get(index);
+            let bytes = slot_bytes(block);
+            let full = self.flow.write_bytes > 0 && self.flow.write_bytes + bytes > limit;
+            // Encoding takes the threads that copy for clients.
+            if limit == 0 || full || (eager && self.may_be_encoded(block.namespace)) {
                 return;
             }
             if !self.start_write(index) {
@@ -57,7 +60,19 @@ impl Catalog {
         }
     }
 
-    fn wants_write_down(&self) -> bool {
+    /// Most bytes of writes that may be under way now; and whether only because the drive is free,
+    /// not because too little of the arena is free or clean, nobody asks for anything, blocks have
+    /// waited long, or a drain is under way.
+    fn write_bytes_allowed(&self) -> (u64, bool) {
+        let most = self.nvme.as_ref().map_or(0, |nvme| nvme.shape.write_bytes_in_flight);
+        if self.must_write_down() {
+            return (most, false);
+        }
+        let free = self.config.idle_ms > 0 && self.flow.reads == 0;
+        (if free { most.min(EAGER_BYTES_MAX) } else { 0 }, true)
+    }
+
+    fn must_write_down(&self) -> bool {
         let capacity = self.host.tier.slots.capacity_bytes();
         let dirty_max = capacity - capacity / 100 * u64::from(self.config.clean_percent);
         let idle_us = self.config.idle_ms * 1000;
