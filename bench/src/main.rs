@@ -6,7 +6,7 @@
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use kvtide_bench::{device, replay, sim, tiers};
+use kvtide_bench::{device, peers, replay, sim, tiers};
 
 #[derive(Parser)]
 #[command(version, about = "Trace replay, simulation and yardsticks of kvtide")]
@@ -23,6 +23,8 @@ enum Command {
     Sim(sim::SimArgs),
     /// Store and load through a real daemon, beside memcpy and a raw O_DIRECT ring.
     Tiers(tiers::TiersArgs),
+    /// Store and load through a real daemon, beside files, foyer, Redis and memcached.
+    Peers(peers::PeersArgs),
     /// Gather, scatter, checksum and copies on a GPU, beside the largest copies of the same card.
     Device(device::DeviceArgs),
     /// A client process of `replay`.
@@ -48,6 +50,7 @@ fn main() -> ExitCode {
         Command::Sim(args) => sim::run(&args),
         Command::Tiers(args) => tiers::run(&args),
         Command::Pong => tiers::run_pong(),
+        Command::Peers(args) => peers::run(&args),
         Command::Device(args) => device::run(&args),
         Command::Peer(args) => device::run_peer(&args),
         Command::Worker(args) => replay::run_worker(&args),
