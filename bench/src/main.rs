@@ -39,11 +39,16 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    // `replay` and `tiers` start their daemon by running this program again.
+    // `replay`, `tiers` and `peers` start their daemons and servers by running this program again.
     let mut args = std::env::args_os().skip(1);
-    if args.next().is_some_and(|arg| arg == "__daemon") {
+    let first = args.next().unwrap_or_default();
+    if first == "__daemon" {
         kvtide_bench::daemon::end_with_parent();
         return kvtide_daemon::run_daemon(args);
+    }
+    if first == "__exec" {
+        eprintln!("kvtide-bench: {:#}", kvtide_bench::daemon::become_program(args));
+        return ExitCode::from(2);
     }
     let result = match Cli::parse().command {
         Command::Replay(args) => replay::run(&args),

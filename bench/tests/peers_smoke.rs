@@ -76,7 +76,8 @@ fn a_peer_that_is_not_there_is_skipped_aloud_and_the_table_has_the_rest() {
     assert!(output.status.success(), "{out}\n{log}");
     for words in [
         "SKIPPED: redis: cannot connect to /nowhere/redis.sock",
-        "SKIPPED: memcached: cannot start /nowhere",
+        "SKIPPED: memcached: /nowhere does not listen",
+        "cannot start /nowhere",
         "SKIPPED: files: not asked for; name it with --files",
         "SKIPPED: foyer: ",
     ] {

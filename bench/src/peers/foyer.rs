@@ -216,3 +216,36 @@ impl Carrier for FoyerHand {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::peers::drive::{shares, turn};
+
+    #[test]
+    fn both_engines_give_back_what_they_were_given() {
+        let folder = tempfile::tempdir().unwrap();
+        let setup = Setup {
+            folder: folder.path().to_owned(),
+            memory_bytes: 1 << 20,
+            disk_bytes: 512 << 20,
+            block_bytes: 64 << 10,
+            blocks: 64,
+            threads: 2,
+        };
+        let pool = Pool::make(setup.blocks, setup.block_bytes).unwrap();
+        for engine in [Engine::Psync, Engine::Uring] {
+            let mut peer = Foyer::make(engine, setup.clone(), &pool);
+            if let Err(error) = peer.open() {
+                eprintln!("SKIPPED: no foyer with {engine:?} here: {error:#}");
+                continue;
+            }
+            for round in 0..2 {
+                let blocks = shares(peer.about(), 0, round, setup.blocks);
+                let turn = turn(&mut peer, &blocks, 64 << 10).unwrap();
+                assert_eq!((turn.verified, turn.missed, turn.wrong_bytes), (64, 0, 0));
+                assert!(turn.from_memory < 64, "{engine:?}: some must come from the disk");
+            }
+        }
+    }
+}

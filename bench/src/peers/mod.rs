@@ -290,6 +290,10 @@ impl Field {
             "load_average": first_line("/proc/loadavg"),
             "folder": scratch.path(),
             "file_system": scratch.kind(),
+            "regions": format!(
+                "memory shared with the daemon, shmem_enabled: {}",
+                first_line("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+            ),
             "kvtide_pages": self.disk.status().host_pages,
             "kvtide_io": self.disk.status().nvme_io,
             "pool_pages": self.pool.pages(),
@@ -355,6 +359,7 @@ fn say_setup(sizes: &Sizes, machine: &Value) {
         sizes.rounds,
     ));
     say(&format!("kvtide: {}; {}", fact("kvtide_pages"), fact("kvtide_io")));
+    say(&format!("kvtide's buffers: {}", fact("regions")));
     say(&format!("the peers' buffers: {}", fact("pool_pages")));
 }
 

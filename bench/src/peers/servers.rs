@@ -19,6 +19,7 @@ use std::{
 use anyhow::{Context, bail, ensure};
 
 use super::peer::{About, Block, Carrier, Group, Hand, Loaded, Peer, Pool, hands};
+use crate::daemon::this_program;
 
 /// Longest wait for an answer.
 const ANSWER_MAX: Duration = Duration::from_secs(30);
@@ -47,8 +48,8 @@ impl Kind {
         }
     }
 
-    fn command(self, program: &Path, socket: &Path, memory_bytes: u64, item_bytes: u64) -> Command {
-        let mut command = Command::new(program);
+    /// Adds the arguments that make it listen on `socket` and keep all in memory.
+    fn arguments(self, command: &mut Command, socket: &Path, memory_bytes: u64, item_bytes: u64) {
         match self {
             Kind::Redis => command
                 .args(["--port", "0", "--daemonize", "no", "--save", "", "--appendonly", "no"])
@@ -64,7 +65,6 @@ impl Kind {
                 .arg("-s")
                 .arg(socket),
         };
-        command
     }
 }
 
@@ -92,12 +92,19 @@ impl Server {
             let name = format!("kvtide-bench-{}-{}.sock", kind.name(), std::process::id());
             socket = std::env::temp_dir().join(name);
         }
+        // A path is relative to where the bench was started, a name is looked for.
+        let program = match program.components().count() {
+            1 => program.to_owned(),
+            _ => std::path::absolute(program)?,
+        };
         let log_path = folder.join(format!("{}.log", kind.name()));
         let log = File::create(&log_path)?;
-        let mut command = kind.command(program, &socket, memory_bytes, item_bytes);
+        // Through this program, so that it ends with this process however that ends.
+        let mut command = this_program("__exec")?;
+        command.arg(&program);
+        kind.arguments(&mut command, &socket, memory_bytes, item_bytes);
         command.current_dir(folder).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
-        let child = command.spawn();
-        let child = child.with_context(|| format!("cannot start {}", program.display()))?;
+        let child = command.spawn()?;
         let mut server = Server { kind, socket, child: Some(child) };
         let started = Instant::now();
         while let Err(error) = server.connect() {
