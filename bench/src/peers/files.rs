@@ -2,13 +2,13 @@
 //!
 //! Nothing is checked and nothing is synced. Through the page cache, a store ends in memory, and a
 //! load of a file that was just written would come from memory as well: for the disk's row the
-//! files are written out and dropped from the page cache in between, which is not timed. Past the
-//! page cache, buffers are aligned and lie in the pages of the pool. Files are removed after each
+//! files are written out and dropped from the page cache in between, which is not timed, and each
+//! load asks the kernel whether it was really dropped. Past the page cache, buffers are aligned and lie in the pages of the pool. Files are removed after each
 //! turn, which is not timed either.
 
 use std::{
     fs::File,
-    io::{Read, Write},
+    io::{IoSliceMut, Read, Write},
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
     sync::Arc,
@@ -16,7 +16,10 @@ use std::{
 
 use anyhow::Context;
 use kvtide_tiers::block::BlockKey;
-use rustix::fs::{Advice, OFlags};
+use rustix::{
+    fs::{Advice, OFlags},
+    io::ReadWriteFlags,
+};
 
 use super::peer::{About, Block, Carrier, Group, Hand, Loaded, Peer, Pool, hands};
 
@@ -42,6 +45,14 @@ pub(super) struct Files {
 struct FileHand {
     folder: PathBuf,
     flags: i32,
+    through: Through,
+}
+
+/// Whether the page cache has the start of a file: a read that may not wait for a disk succeeds.
+fn is_cached(file: &File) -> bool {
+    let mut byte = [0];
+    let mut parts = [IoSliceMut::new(&mut byte)];
+    rustix::io::preadv2(file, &mut parts, 0, ReadWriteFlags::NOWAIT).is_ok()
 }
 
 fn path(folder: &Path, key: &BlockKey) -> PathBuf {
@@ -80,7 +91,7 @@ impl Files {
         let opened = File::options().create(true).write(true).custom_flags(flags).open(&probe);
         opened.context("the file system takes no file past the page cache")?;
         std::fs::remove_file(probe)?;
-        let hand = |_| FileHand { folder: folder.clone(), flags };
+        let hand = |_| FileHand { folder: folder.clone(), flags, through };
         Ok(Files {
             about: About {
                 name: name.into(),
@@ -148,8 +159,55 @@ impl Carrier for FileHand {
     fn load(&mut self, block: &Block, into: &mut [u8]) -> anyhow::Result<Loaded> {
         let path = path(&self.folder, &block.key);
         let file = File::options().read(true).custom_flags(self.flags).open(&path);
-        let read = file.and_then(|mut file| file.read_exact(into));
+        let mut cached = false;
+        let read = file.and_then(|mut file| {
+            cached = self.through == Through::PageCacheEmptied && is_cached(&file);
+            file.read_exact(into)
+        });
         read.with_context(|| format!("cannot read {}", path.display()))?;
-        Ok(Loaded::Hit)
+        Ok(if cached { Loaded::FromMemory } else { Loaded::Hit })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::peers::drive::{shares, turn};
+
+    #[test]
+    fn every_way_through_gives_back_what_it_was_given_and_leaves_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let pool = Pool::make(8, 64 << 10).unwrap();
+        for through in [Through::PageCache, Through::PageCacheEmptied, Through::Direct] {
+            let mut files = match Files::make(folder.path(), through, 2, &pool, 8) {
+                Ok(files) => files,
+                Err(error) => {
+                    eprintln!("SKIPPED: no {through:?} here: {error:#}");
+                    continue;
+                }
+            };
+            for round in 0..2 {
+                let blocks = shares(files.about(), 0, round, 8);
+                let turn = turn(&mut files, &blocks, 64 << 10).unwrap();
+                assert_eq!((turn.verified, turn.missed, turn.wrong_bytes), (8, 0, 0));
+                eprintln!("{through:?}: {} of 8 still in the page cache", turn.from_memory);
+            }
+            drop(files);
+        }
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_file_just_written_is_in_the_page_cache() {
+        let folder = tempfile::tempdir().unwrap();
+        let (kind, memory) = crate::process::file_system(folder.path());
+        if memory {
+            eprintln!("SKIPPED: {kind} has no page cache that could be asked");
+            return;
+        }
+        let path = folder.path().join("file");
+        let mut file = File::options().read(true).write(true).create_new(true).open(path).unwrap();
+        file.write_all(&[1; 8192]).unwrap();
+        assert!(is_cached(&file));
     }
 }

@@ -336,8 +336,9 @@ pub fn run(args: &PeersArgs) -> anyhow::Result<ExitCode> {
 const NOTES: &str = "\
 in flight: threads x blocks a call. kvtide/it: kvtide with many blocks a call, over the row; medians
 of the ratios of each round. p50 / p99: of each block, until the call that moved it had ended. CPU:
-this process and the server. page cache > disk: the files were written out and dropped from the page
-cache between storing and loading, which is not timed.";
+this process and the server. from memory: loads of a disk's row that memory answered. page cache >
+disk: the files were written out and dropped from the page cache between storing and loading, which
+is not timed.";
 
 fn say_setup(sizes: &Sizes, machine: &Value) {
     let fact = |name: &str| machine.get(name).and_then(Value::as_str).unwrap_or("").to_owned();
@@ -394,6 +395,8 @@ fn drive_all(
                 Ok(turn) => results.add(row, round, turn),
                 Err(error) => {
                     *failed = true;
+                    // It may be half done; what it still does would disturb the others.
+                    let _ = peer.close(&shares);
                     results.failed(format!("{}: {error:#}", peer.about().name));
                 }
             }

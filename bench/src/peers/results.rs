@@ -176,6 +176,7 @@ impl Results {
             "load",
             "verifies",
             "misses",
+            "from memory",
             "wrong bytes",
         ]);
         for row in self.rows.iter().filter(|row| !row.turns.is_empty()) {
@@ -207,6 +208,7 @@ impl Results {
                 cpu(Way::Load),
                 if row.about.verifies { "yes" } else { "no" }.into(),
                 show_count(row.sum(|turn| turn.missed)),
+                show_count(row.sum(|turn| turn.from_memory)),
                 show_count(row.sum(|turn| turn.wrong_bytes)),
             ]);
         }
