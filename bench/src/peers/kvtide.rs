@@ -29,10 +29,11 @@ const WAIT: Duration = Duration::from_secs(20);
 const SETTLE_MAX: Duration = Duration::from_secs(120);
 
 /// Times that a store which finds no room is tried again.
-const BUSY_TRIES: u32 = 20_000;
+const BUSY_TRIES: u32 = 10_000;
 
-/// How long such a store waits before it is tried again.
-const BUSY_WAIT: Duration = Duration::from_micros(500);
+/// How long such a store waits before it is tried again: about what the write of a block takes, so
+/// that asking again does not take the CPU from it.
+const BUSY_WAIT: Duration = Duration::from_millis(2);
 
 /// A daemon that several rows share. It ends with the last of them.
 pub(super) struct Shared {

@@ -13,6 +13,7 @@ use super::{
 use crate::{
     replay::histogram,
     report::{Summary, Table},
+    tiers::median,
     units::{show_count, show_micros},
 };
 
@@ -88,7 +89,7 @@ impl Row {
             let (_, other) = other.ways(way).find(|(of, _)| *of == round)?;
             (timed.bytes > 0).then(|| other.gb_s() / timed.gb_s().max(1e-9))
         });
-        median(ratios.collect())
+        median(ratios)
     }
 
     fn tier(&self) -> String {
@@ -262,11 +263,6 @@ impl Results {
             "wrong_bytes": row.sum(|turn| turn.wrong_bytes),
         })
     }
-}
-
-fn median(mut values: Vec<f64>) -> Option<f64> {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied()
 }
 
 #[cfg(test)]
