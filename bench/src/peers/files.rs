@@ -3,8 +3,8 @@
 //! Nothing is checked and nothing is synced. Through the page cache, a store ends in memory, and a
 //! load of a file that was just written would come from memory as well: for the disk's row the
 //! files are written out and dropped from the page cache in between, which is not timed, and each
-//! load asks the kernel whether it was really dropped. Past the page cache, buffers are aligned and lie in the pages of the pool. Files are removed after each
-//! turn, which is not timed either.
+//! load asks the kernel whether it was really dropped. Past the page cache, buffers are aligned and
+//! lie in the pages of the pool. Files are removed after each turn, which is not timed either.
 
 use std::{
     fs::File,
