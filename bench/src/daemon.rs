@@ -5,6 +5,7 @@ use std::{
     ffi::OsString,
     fs::File,
     io,
+    os::unix::process::CommandExt,
     path::PathBuf,
     process::{Child, Command, Stdio},
     time::{Duration, Instant},
@@ -239,6 +240,17 @@ pub fn this_program(first: &str) -> io::Result<Command> {
     let mut command = Command::new(std::env::current_exe()?);
     command.arg(first);
     Ok(command)
+}
+
+/// Becomes another program, which ends with the parent: for a child that was started as
+/// `this_program("__exec")` with that program and its arguments.
+///
+/// Returns only why it could not.
+pub fn become_program(mut args: impl Iterator<Item = OsString>) -> anyhow::Error {
+    end_with_parent();
+    let Some(program) = args.next() else { return anyhow::anyhow!("no program is named") };
+    let error = Command::new(&program).args(args).exec();
+    anyhow::Error::new(error).context(format!("cannot start {}", program.display()))
 }
 
 /// For the first act of such a child: it is killed when the thread that started it ends, so that

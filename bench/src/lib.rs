@@ -2,14 +2,15 @@
 //!
 //! [`trace`] reads recorded requests, [`payload`] makes bytes that can be checked, `sim` drives the
 //! pure core with them, [`replay`] a real daemon, [`tiers`] sets the daemon beside `memcpy` and
-//! beside a raw ring, and [`device`] the GPU's kernels beside its copies. Everything here measures
-//! or checks; nothing here is part of the product.
+//! beside a raw ring, [`peers`] beside what else keeps blocks, and [`device`] the GPU's kernels
+//! beside its copies. Everything here measures or checks; nothing here is part of the product.
 
 #![forbid(unsafe_code)]
 
 pub mod daemon;
 pub mod device;
 pub mod payload;
+pub mod peers;
 pub mod process;
 pub mod replay;
 pub mod report;

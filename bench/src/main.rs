@@ -6,7 +6,7 @@
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use kvtide_bench::{device, replay, sim, tiers};
+use kvtide_bench::{device, peers, replay, sim, tiers};
 
 #[derive(Parser)]
 #[command(version, about = "Trace replay, simulation and yardsticks of kvtide")]
@@ -23,6 +23,8 @@ enum Command {
     Sim(sim::SimArgs),
     /// Store and load through a real daemon, beside memcpy and a raw O_DIRECT ring.
     Tiers(tiers::TiersArgs),
+    /// Store and load through a real daemon, beside files, foyer, Redis and memcached.
+    Peers(peers::PeersArgs),
     /// Gather, scatter, checksum and copies on a GPU, beside the largest copies of the same card.
     Device(device::DeviceArgs),
     /// A client process of `replay`.
@@ -37,17 +39,23 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    // `replay` and `tiers` start their daemon by running this program again.
+    // `replay`, `tiers` and `peers` start their daemons and servers by running this program again.
     let mut args = std::env::args_os().skip(1);
-    if args.next().is_some_and(|arg| arg == "__daemon") {
+    let first = args.next().unwrap_or_default();
+    if first == "__daemon" {
         kvtide_bench::daemon::end_with_parent();
         return kvtide_daemon::run_daemon(args);
+    }
+    if first == "__exec" {
+        eprintln!("kvtide-bench: {:#}", kvtide_bench::daemon::become_program(args));
+        return ExitCode::from(2);
     }
     let result = match Cli::parse().command {
         Command::Replay(args) => replay::run(&args),
         Command::Sim(args) => sim::run(&args),
         Command::Tiers(args) => tiers::run(&args),
         Command::Pong => tiers::run_pong(),
+        Command::Peers(args) => peers::run(&args),
         Command::Device(args) => device::run(&args),
         Command::Peer(args) => device::run_peer(&args),
         Command::Worker(args) => replay::run_worker(&args),

@@ -404,7 +404,7 @@ impl Measures {
 }
 
 /// The middle one; with an even number of them the mean of the two.
-pub(super) fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
+pub(crate) fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
     let mut values: Vec<f64> = values.into_iter().collect();
     values.sort_by(f64::total_cmp);
     let upper = *values.get(values.len() / 2)?;

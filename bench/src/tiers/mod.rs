@@ -27,6 +27,7 @@ use clap::Args;
 use serde_json::{Value, json};
 
 pub use self::calls::run_pong;
+pub(crate) use self::measure::median;
 use self::{
     calls::Calls,
     client::Fleet,
