@@ -2,7 +2,7 @@
 //!
 //! The memory of a hand is its region, so the daemon copies from and to it. Loads count the lookup
 //! of each chain and the release of its lease. Two rows share a daemon: calls of many blocks from
-//! one thread, and calls of one block from as many threads as the other peers have.
+//! two threads, and calls of one block from as many threads as the other peers have.
 
 use std::{
     path::Path,

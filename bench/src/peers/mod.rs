@@ -66,7 +66,7 @@ pub struct PeersArgs {
     /// Bytes of a block. Default: 2 MiB (256 KiB with `--quick`).
     #[arg(long, value_parser = parse_bytes)]
     pub block_bytes: Option<u64>,
-    /// Memory that kvtide's host tier and foyer have in the disk's rows. Default: 64 MiB (32 MiB
+    /// Memory that kvtide's host tier and foyer have in the disk's rows. Default: 256 MiB (32 MiB
     /// with `--quick`).
     #[arg(long, value_parser = parse_bytes)]
     pub memory_bytes: Option<u64>,
@@ -78,7 +78,7 @@ pub struct PeersArgs {
     /// `--quick`).
     #[arg(long, value_parser = parse_bytes)]
     pub ram_set_bytes: Option<u64>,
-    /// Blocks in one call to kvtide, from one thread, beside calls of one block.
+    /// Blocks in one call to kvtide, from two threads, beside calls of one block.
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(2..=64))]
     pub batch: u32,
     /// Threads with one block a call each: of every peer, and of kvtide's other row.
@@ -98,6 +98,10 @@ pub struct PeersArgs {
     #[arg(long)]
     pub json: bool,
 }
+
+/// Threads that make calls of many blocks to kvtide: while the answer to one is on its way, the
+/// other's blocks keep the drive busy.
+const CALLERS: usize = 2;
 
 /// Sizes of one run.
 #[derive(Clone, Copy, Debug)]
@@ -125,7 +129,7 @@ impl Sizes {
         };
         let sizes = Sizes {
             block_bytes,
-            memory_bytes: pick(args.memory_bytes, 64 << 20, 32 << 20),
+            memory_bytes: pick(args.memory_bytes, 256 << 20, 32 << 20),
             disk_blocks: whole(pick(args.set_bytes, 1 << 30, 64 << 20))?,
             ram_blocks: whole(pick(args.ram_set_bytes, 256 << 20, 16 << 20))?,
             batch,
@@ -178,7 +182,7 @@ impl Field {
         let disk = Shared::start(folder, sizes.memory_bytes, room, sizes.block_bytes)?;
         let mut field = Field { peers: Vec::new(), skipped: Vec::new(), pool, ram, disk };
         for (shared, blocks) in [(&field.ram, sizes.ram_blocks), (&field.disk, sizes.disk_blocks)] {
-            let many = Kvtide::make(shared, 1, sizes.batch, blocks)?;
+            let many = Kvtide::make(shared, CALLERS, sizes.batch, blocks)?;
             let one = Kvtide::make(shared, sizes.threads, 1, blocks)?;
             field.peers.extend([Box::new(many) as Box<dyn Peer>, Box::new(one)]);
         }
