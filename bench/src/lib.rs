@@ -2,8 +2,9 @@
 //!
 //! [`trace`] reads recorded requests, [`payload`] makes bytes that can be checked, `sim` drives the
 //! pure core with them, [`replay`] a real daemon, [`tiers`] sets the daemon beside `memcpy` and
-//! beside a raw ring, and [`device`] the GPU's kernels beside its copies. Everything here measures
-//! or checks; nothing here is part of the product.
+//! beside a raw ring, [`scale`] measures the catalog, recovery and calls as their number grows, and
+//! [`device`] the GPU's kernels beside its copies. Everything here measures or checks; nothing here
+//! is part of the product.
 
 #![forbid(unsafe_code)]
 
@@ -13,6 +14,7 @@ pub mod payload;
 pub mod process;
 pub mod replay;
 pub mod report;
+pub mod scale;
 pub mod scratch;
 pub mod sim;
 
