@@ -196,7 +196,8 @@ pub(super) fn measure(args: &CatalogArgs) -> anyhow::Result<Value> {
     let bytes = resident()?.rss_bytes.saturating_sub(before);
     let slowest_filling = core.take_slowest();
     let stats = core.stats()?;
-    ensure!(stats.nvme.blocks == stats.blocks, "{} blocks are on nvme", stats.nvme.blocks);
+    let (on_nvme, known) = (stats.nvme.blocks, stats.blocks);
+    ensure!(on_nvme == args.blocks && known == on_nvme, "{on_nvme} of {known} are on nvme");
     let lookups = look_up(&mut core, &talk)?;
     // Every slot is taken by now, or soon: each further block takes the place of another one.
     let more = (args.blocks / 10).max(sizes.host / BLOCK_BYTES / 2);

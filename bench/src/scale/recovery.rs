@@ -77,7 +77,7 @@ struct Shape {
 impl Shape {
     fn of(args: &RecoveryArgs) -> anyhow::Result<Shape> {
         let block_bytes = if args.large { LARGE_BYTES } else { BLOCK_BYTES };
-        let any = StoreGeometry::fit(u64::MAX >> 1, SEGMENT_BYTES, BLOCK_BYTES);
+        let any = StoreGeometry::fit(1 << 40, SEGMENT_BYTES, BLOCK_BYTES);
         let any = any.context("a segment has a shape")?;
         let per_segment = any.payload_bytes() / block_bytes;
         let segments = args.descriptors.div_ceil(u64::from(per_segment)).max(4);
@@ -180,12 +180,12 @@ fn read_bytes() -> Option<u64> {
 pub(super) fn measure(args: &RecoveryArgs) -> anyhow::Result<Value> {
     std::fs::create_dir_all(&args.folder)?;
     let path = args.folder.join("recovery.kvtide");
-    let result = Shape::of(args).and_then(|shape| {
-        write(&path, &shape)?;
-        open(&path, &shape)
-    });
-    std::fs::remove_file(&path).with_context(|| format!("cannot remove {}", path.display()))?;
-    result
+    let shape = Shape::of(args)?;
+    let result = write(&path, &shape).and_then(|()| open(&path, &shape));
+    let removed = std::fs::remove_file(&path);
+    let result = result?;
+    removed.with_context(|| format!("cannot remove {}", path.display()))?;
+    Ok(result)
 }
 
 fn open(path: &Path, shape: &Shape) -> anyhow::Result<Value> {
