@@ -272,16 +272,21 @@ impl Catalog {
         let mut live = vec![0u64; self.nvme.as_ref().map_or(0, |n| n.segments.count() as usize)];
         let mut pinned = vec![0u32; live.len()];
         let mut orphans = vec![0u64; live.len()];
+        let mut in_host = vec![(0u32, 0u64); live.len()];
         for index in 0..self.table.index_end() {
             let Some(block) = self.table.live(index) else {
                 continue;
             };
             slots += u64::from(block.host != HostCopy::Absent);
-            if let NvmeCopy::Resident(location) = block.nvme {
+            if let Some(location) = self.table.location(index) {
                 nvme += 1;
                 let at = location.segment as usize;
                 live[at] += u64::from(location.stored_bytes);
                 pinned[at] += u32::from(block.pins > 0);
+                if block.host_slot().is_some() {
+                    in_host[at] =
+                        (in_host[at].0 + 1, in_host[at].1 + super::copies::slot_bytes(block));
+                }
                 orphans[at] += if block.orphan { u64::from(location.stored_bytes) } else { 0 };
             } else if matches!(block.host, HostCopy::Resident { .. }) {
                 dirty += u64::from(BLOCK);
@@ -292,7 +297,7 @@ impl Catalog {
                 assert_eq!(block.orphan, above.orphan || above.is_ghost(), "orphan mark");
             }
             if block.is_ghost() {
-                let why = self.table.has_children(index) || block.pins > 0 || block.queued;
+                let why = self.table.has_children(index) || block.pins > 0 || block.is_queued();
                 assert!(why, "a bare ghost stays");
             }
         }
@@ -305,6 +310,8 @@ impl Catalog {
                 assert_eq!(*bytes, segment.live_bytes, "live bytes of segment {at}");
                 assert_eq!(pinned[at], segment.pinned, "pinned blocks of segment {at}");
                 assert_eq!(orphans[at], segment.orphan_bytes, "orphans of segment {at}");
+                let counted = (segment.in_host, segment.in_host_bytes);
+                assert_eq!(in_host[at], counted, "blocks of segment {at} in host RAM");
             }
         }
     }
