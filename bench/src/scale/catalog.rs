@@ -19,8 +19,9 @@ const BLOCK_BYTES: u64 = 64 << 10;
 /// Blocks of a chain: of a conversation, or what a long prompt asks for.
 const CHAIN_BLOCKS: u64 = 1_000;
 
-/// Blocks stored by one call: a turn of a conversation.
-const TURN_BLOCKS: u64 = 10;
+/// Blocks stored by one call: a turn of a conversation. A store makes the blocks before it more
+/// recent as well, half a chain on average, which is most of its time.
+const TURN_BLOCKS: u64 = 50;
 
 /// Conversations that go on at the same time, so that a chain's blocks do not lie side by side.
 const AT_ONCE: u64 = 250;
