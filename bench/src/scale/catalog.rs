@@ -89,7 +89,7 @@ impl Conversations {
         let turns = self.length.div_ceil(TURN_BLOCKS);
         let group = self.turn / (turns * self.at_once);
         let within = self.turn % (turns * self.at_once);
-        let (chain, turn) = (group * AT_ONCE + within % AT_ONCE, within / self.at_once);
+        let (chain, turn) = (group * self.at_once + within % self.at_once, within / self.at_once);
         self.turn += 1;
         let first = turn * TURN_BLOCKS;
         (first..(first + TURN_BLOCKS).min(self.length))

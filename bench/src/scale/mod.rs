@@ -180,25 +180,30 @@ fn measure(part: &Part) -> anyhow::Result<Value> {
     serde_json::from_slice(&output.stdout).context("it did not print JSON")
 }
 
+/// Prints the fields of all rows, each under its title and with so many digits.
+fn say_table(head: &[(&str, &str, usize)], rows: &[Value]) {
+    let mut table = Table::default();
+    table.row(head.iter().map(|(title, ..)| *title));
+    for row in rows {
+        let cell = |(_, field, digits): &(&str, &str, usize)| {
+            let digits = *digits;
+            match row.get(*field) {
+                Some(Value::String(text)) => text.clone(),
+                Some(value) => match (value.as_u64(), value.as_f64()) {
+                    (Some(whole), _) => show_count(whole),
+                    (_, Some(number)) => format!("{number:.digits$}"),
+                    _ => "-".to_owned(),
+                },
+                None => "-".to_owned(),
+            }
+        };
+        table.row(head.iter().map(cell));
+    }
+    say("");
+    table.say();
+}
+
 fn show(catalog: &[Value], recovery: &[Value], clients: &[Value]) {
-    let number = |value: &Value, digits: usize| match (value.as_u64(), value.as_f64()) {
-        (Some(whole), _) => show_count(whole),
-        (_, Some(number)) => format!("{number:.digits$}"),
-        _ => "-".to_owned(),
-    };
-    let say_table = |head: &[(&str, &str, usize)], rows: &[Value]| {
-        let mut table = Table::default();
-        table.row(head.iter().map(|(title, ..)| *title));
-        for row in rows {
-            let cell = |(_, field, digits): &(&str, &str, usize)| match &row[*field] {
-                Value::String(text) => text.clone(),
-                value => number(value, *digits),
-            };
-            table.row(head.iter().map(cell));
-        }
-        say("");
-        table.say();
-    };
     say_table(
         &[
             ("catalog, blocks on", "tiers", 0),
@@ -225,6 +230,8 @@ fn show(catalog: &[Value], recovery: &[Value], clients: &[Value]) {
             ("read ms", "open_ms", 1),
             ("catalog ms", "catalog_ms", 1),
             ("ready ms", "ready_ms", 1),
+            ("CPU: read ms", "open_cpu_ms", 1),
+            ("catalog ms", "catalog_cpu_ms", 1),
             ("descriptors/s", "descriptors_per_s", 0),
             ("MB read", "read_mb", 1),
             ("GB/s", "read_gb_s", 2),

@@ -23,7 +23,11 @@ use kvtide_tiers::{
 use serde_json::{Value, json};
 
 use super::catalog::key;
-use crate::{process::memory, report::Progress, sim::core::Core};
+use crate::{
+    process::{memory, own_seconds},
+    report::Progress,
+    sim::core::Core,
+};
 
 /// Blocks of 2 MiB in 1 TiB, less those that the descriptor areas displace.
 pub(super) const BLOCKS_PER_TIB: u64 = SEGMENTS_PER_TIB * 127;
@@ -192,14 +196,14 @@ fn open(path: &Path, shape: &Shape) -> anyhow::Result<Value> {
     let geometry = shape.geometry;
     let before = read_bytes().context("no /proc to read I/O from")?;
     let resident_before = memory(std::process::id()).unwrap_or_default().rss_bytes;
-    let started = Instant::now();
+    let (started, cpu_before) = (Instant::now(), own_seconds());
     let mut open = SegmentStore::open(path, &StoreWant::new(geometry), |_| Some(0))?;
-    let opened = started.elapsed();
+    let (opened, cpu_opened) = (started.elapsed(), own_seconds());
     let mut catalog = Catalog::new(Core::recovering(&open)?);
     for segment in open.recovered.drain(..) {
         catalog.recover(segment.segment, segment.sequence, &segment.descriptors);
     }
-    let ready = started.elapsed();
+    let (ready, cpu_ready) = (started.elapsed(), own_seconds());
     let read = read_bytes().unwrap_or(0).saturating_sub(before);
     let resident = memory(std::process::id()).unwrap_or_default();
     ensure!(
@@ -223,6 +227,8 @@ fn open(path: &Path, shape: &Shape) -> anyhow::Result<Value> {
         "open_ms": ms(opened),
         "catalog_ms": ms(ready - opened),
         "ready_ms": ms(ready),
+        "open_cpu_ms": (cpu_opened - cpu_before) * 1e3,
+        "catalog_cpu_ms": (cpu_ready - cpu_opened) * 1e3,
         "descriptors_per_s": blocks as f64 / ready.as_secs_f64(),
         "read_mb": read as f64 / 1e6,
         "read_gb_s": read as f64 / opened.as_secs_f64() / 1e9,
