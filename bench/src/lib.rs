@@ -2,8 +2,9 @@
 //!
 //! [`trace`] reads recorded requests, [`payload`] makes bytes that can be checked, `sim` drives the
 //! pure core with them, [`replay`] a real daemon, [`tiers`] sets the daemon beside `memcpy` and
-//! beside a raw ring, [`peers`] beside what else keeps blocks, and [`device`] the GPU's kernels
-//! beside its copies. Everything here measures or checks; nothing here is part of the product.
+//! beside a raw ring, [`peers`] beside what else keeps blocks, [`scale`] measures the catalog,
+//! recovery and calls as their number grows, and [`device`] the GPU's kernels beside its copies.
+//! Everything here measures or checks; nothing here is part of the product.
 
 #![forbid(unsafe_code)]
 
@@ -14,6 +15,7 @@ pub mod peers;
 pub mod process;
 pub mod replay;
 pub mod report;
+pub mod scale;
 pub mod scratch;
 pub mod sim;
 

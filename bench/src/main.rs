@@ -6,7 +6,7 @@
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use kvtide_bench::{device, peers, replay, sim, tiers};
+use kvtide_bench::{device, peers, replay, scale, sim, tiers};
 
 #[derive(Parser)]
 #[command(version, about = "Trace replay, simulation and yardsticks of kvtide")]
@@ -27,6 +27,11 @@ enum Command {
     Peers(peers::PeersArgs),
     /// Gather, scatter, checksum and copies on a GPU, beside the largest copies of the same card.
     Device(device::DeviceArgs),
+    /// The catalog alone at 10^4 to 10^7 blocks, recovery by store size, lookups by clients.
+    Scale(scale::ScaleArgs),
+    /// One measurement of `scale`, in a process of its own.
+    #[command(name = "__scale", hide = true)]
+    ScalePart(scale::PartArgs),
     /// A client process of `replay`.
     #[command(name = "__worker", hide = true)]
     Worker(replay::WorkerArgs),
@@ -56,6 +61,8 @@ fn main() -> ExitCode {
         Command::Tiers(args) => tiers::run(&args),
         Command::Pong => tiers::run_pong(),
         Command::Peers(args) => peers::run(&args),
+        Command::Scale(args) => scale::run(&args),
+        Command::ScalePart(args) => scale::run_part(&args),
         Command::Device(args) => device::run(&args),
         Command::Peer(args) => device::run_peer(&args),
         Command::Worker(args) => replay::run_worker(&args),

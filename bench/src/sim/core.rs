@@ -1,17 +1,22 @@
 //! The core with an edge on which everything succeeds at once.
 
-use std::{collections::VecDeque, path::PathBuf};
+use std::{
+    collections::VecDeque,
+    path::PathBuf,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context, bail, ensure};
 use kvtide_tiers::{
     block::{BlockKey, ElementType, NamespaceId, Sum128},
     catalog::{
         Action, AskId, Catalog, CatalogConfig, CatalogStats, CodecChoice, DeviceShape, Event,
-        GpuId, LeaseId, Limit, Limits, LoadBlock, NamespaceInfo, NvmeShape, Outcome, Policy,
-        PrefixQuery, RegionId, Reply, Request, SessionId, StoreBlock, TenantId, Tier, Timestamp,
-        WRITE_BYTES_IN_FLIGHT,
+        GpuId, LeaseId, Limit, Limits, LoadBlock, LookupReply, NamespaceInfo, NvmeShape, Outcome,
+        Policy, PrefixQuery, RegionId, Reply, Request, SessionId, StoreBlock, TenantId, Tier,
+        Timestamp, WRITE_BYTES_IN_FLIGHT,
     },
     movement::{NodeConfig, NvmeConfig},
+    segment::{OpenStore, StoreGeometry},
 };
 
 const NAMESPACE: NamespaceId = NamespaceId(1);
@@ -27,33 +32,33 @@ const PLACES: u32 = 512;
 
 /// What a load brought.
 #[derive(Debug, Default)]
-pub(super) struct Loaded {
-    pub(super) device: u64,
-    pub(super) host: u64,
-    pub(super) nvme: u64,
+pub(crate) struct Loaded {
+    pub(crate) device: u64,
+    pub(crate) host: u64,
+    pub(crate) nvme: u64,
     /// For each block that the lookup found: whether it came.
-    pub(super) came: Vec<bool>,
+    pub(crate) came: Vec<bool>,
 }
 
 impl Loaded {
-    pub(super) fn blocks(&self) -> u64 {
+    pub(crate) fn blocks(&self) -> u64 {
         self.device + self.host + self.nvme
     }
 }
 
 /// Capacities, bytes.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct TierBytes {
+pub(crate) struct TierBytes {
     /// Of a GPU's pool, if there is one.
-    pub(super) device: Option<u64>,
-    pub(super) host: u64,
-    pub(super) nvme: Option<u64>,
+    pub(crate) device: Option<u64>,
+    pub(crate) host: u64,
+    pub(crate) nvme: Option<u64>,
     /// Of a block.
-    pub(super) block: u64,
+    pub(crate) block: u64,
 }
 
 /// A catalog and its made-up surroundings.
-pub(super) struct Core {
+pub(crate) struct Core {
     catalog: Catalog,
     now: Timestamp,
     ticked: Timestamp,
@@ -63,18 +68,19 @@ pub(super) struct Core {
     events: VecDeque<Event>,
     reply: Option<Reply>,
     ended: Option<Vec<Outcome>>,
+    slowest: Duration,
 }
 
 impl Core {
     /// One tier: host RAM with a slot for each of `blocks` blocks.
-    pub(super) fn one_tier(policy: &str, blocks: u64) -> anyhow::Result<Core> {
+    pub(crate) fn one_tier(policy: &str, blocks: u64) -> anyhow::Result<Core> {
         let mut config = config(policy, blocks * u64::from(SMALL_BLOCK), SMALL_BLOCK)?;
         config.trace_order = true;
         Ok(Core::start(config, SMALL_BLOCK))
     }
 
     /// The tiers of a daemon with these capacities.
-    pub(super) fn tiers(policy: &str, sizes: &TierBytes) -> anyhow::Result<Core> {
+    pub(crate) fn tiers(policy: &str, sizes: &TierBytes) -> anyhow::Result<Core> {
         let TierBytes { device, host: host_bytes, nvme: nvme_bytes, block } = *sizes;
         let block_bytes = u32::try_from(block).context("blocks must be below 4 GiB")?;
         // The daemon's own way from sizes to shapes.
@@ -94,17 +100,27 @@ impl Core {
             let Some(geometry) = nvme.geometry() else {
                 bail!("an nvme tier of {bytes} bytes cannot be cut into four segments");
             };
-            config.nvme = Some(NvmeShape {
-                geometry,
-                epoch: 1,
-                quarantined: Vec::new(),
-                write_bytes_in_flight: WRITE_BYTES_IN_FLIGHT,
-                reads_in_flight: 64,
-                clean_segments: 4,
-                reinsert_percent: 25,
-            });
+            config.nvme = Some(nvme_shape(geometry, 1));
         }
         Ok(Core::start(config, block_bytes))
+    }
+
+    /// How a daemon sets up its core for a store that was opened.
+    pub(crate) fn recovering(open: &OpenStore) -> anyhow::Result<CatalogConfig> {
+        let node = NodeConfig::new(1 << 30);
+        let mut config = config("lru", node.host.bytes, node.host.slab())?;
+        config.nvme = Some(nvme_shape(open.geometry, open.epoch));
+        Ok(config)
+    }
+
+    /// Blocks that a core knows.
+    pub(crate) fn blocks_of(catalog: &mut Catalog) -> anyhow::Result<u64> {
+        let request = Request::Stats;
+        let event = Event::Asked { ask: AskId(1), session: SESSION, request };
+        match catalog.apply(Timestamp(1), event).pop() {
+            Some(Action::Answer { reply: Reply::Stats(stats), .. }) => Ok(stats.nvme.blocks),
+            other => bail!("stats were answered with {other:?}"),
+        }
     }
 
     fn start(config: CatalogConfig, block_bytes: u32) -> Core {
@@ -119,6 +135,7 @@ impl Core {
             events: VecDeque::new(),
             reply: None,
             ended: None,
+            slowest: Duration::ZERO,
         };
         core.events.push_back(Event::Namespace(NamespaceInfo {
             id: NAMESPACE,
@@ -140,7 +157,7 @@ impl Core {
     }
 
     /// Lets time pass, with the ticks that the daemon would send.
-    pub(super) fn advance(&mut self, us: u64) {
+    pub(crate) fn advance(&mut self, us: u64) {
         self.now = Timestamp(self.now.0 + us);
         if self.now.0 - self.ticked.0 >= 50_000 {
             self.ticked = self.now;
@@ -150,7 +167,7 @@ impl Core {
     }
 
     /// Blocks of the resident prefix; changes nothing.
-    pub(super) fn peek(&mut self, keys: &[BlockKey]) -> anyhow::Result<usize> {
+    pub(crate) fn peek(&mut self, keys: &[BlockKey]) -> anyhow::Result<usize> {
         let prefixes = vec![PrefixQuery { namespace: NAMESPACE, keys: keys.to_vec() }];
         match self.ask(Request::Lookup { prefixes, lease_ms: 0 })? {
             Reply::Lookup(found) => Ok(found.blocks as usize),
@@ -158,8 +175,46 @@ impl Core {
         }
     }
 
+    /// Looks up a prefix and says how long the core alone took; `lease_ms` 0 takes no lease.
+    pub(crate) fn timed_lookup(
+        &mut self,
+        keys: Vec<BlockKey>,
+        lease_ms: u32,
+    ) -> anyhow::Result<(LookupReply, Duration)> {
+        let prefixes = vec![PrefixQuery { namespace: NAMESPACE, keys }];
+        match self.timed(Request::Lookup { prefixes, lease_ms })? {
+            (Reply::Lookup(found), took) => Ok((found, took)),
+            (other, _) => bail!("a lookup was answered with {other:?}"),
+        }
+    }
+
+    /// Ends a lease and says how long the core alone took.
+    pub(crate) fn timed_release(&mut self, lease: LeaseId) -> anyhow::Result<Duration> {
+        match self.timed(Request::Release { lease })? {
+            (Reply::Count(1), took) => Ok(took),
+            (other, _) => bail!("a release was answered with {other:?}"),
+        }
+    }
+
+    fn timed(&mut self, request: Request) -> anyhow::Result<(Reply, Duration)> {
+        self.next_ask += 1;
+        self.reply = None;
+        let event = Event::Asked { ask: AskId(self.next_ask), session: SESSION, request };
+        let started = Instant::now();
+        let actions = self.catalog.apply(self.now, event);
+        let took = started.elapsed();
+        actions.into_iter().for_each(|action| self.act(action));
+        self.run();
+        Ok((self.reply.take().context("a request was not answered")?, took))
+    }
+
+    /// Longest time that the core needed for one event since this was last asked.
+    pub(crate) fn take_slowest(&mut self) -> Duration {
+        std::mem::take(&mut self.slowest)
+    }
+
     /// Touches blocks that are there, the last one first.
-    pub(super) fn touch(&mut self, keys: &[BlockKey]) -> anyhow::Result<()> {
+    pub(crate) fn touch(&mut self, keys: &[BlockKey]) -> anyhow::Result<()> {
         if keys.is_empty() {
             return Ok(());
         }
@@ -171,7 +226,7 @@ impl Core {
     }
 
     /// Stores one block; false when there was no room.
-    pub(super) fn store_one(
+    pub(crate) fn store_one(
         &mut self,
         key: &BlockKey,
         parent: &BlockKey,
@@ -181,7 +236,7 @@ impl Core {
     }
 
     /// Looks up a path with a lease and loads what is there.
-    pub(super) fn load(&mut self, keys: &[BlockKey]) -> anyhow::Result<Loaded> {
+    pub(crate) fn load(&mut self, keys: &[BlockKey]) -> anyhow::Result<Loaded> {
         // As in `replay`: a path that is too long for one lease is looked up in part.
         let mut asked = keys;
         let found = loop {
@@ -235,7 +290,7 @@ impl Core {
     }
 
     /// Stores what did not come; returns how many found no room.
-    pub(super) fn store_rest(&mut self, keys: &[BlockKey], came: &[bool]) -> anyhow::Result<u64> {
+    pub(crate) fn store_rest(&mut self, keys: &[BlockKey], came: &[bool]) -> anyhow::Result<u64> {
         let parents = std::iter::once(&BlockKey::ROOT).chain(keys);
         let rest: Vec<_> = keys
             .iter()
@@ -252,7 +307,9 @@ impl Core {
         Ok(no_room)
     }
 
-    fn store(&mut self, blocks: &[(BlockKey, BlockKey, u32)]) -> anyhow::Result<u64> {
+    /// Stores blocks, each with its key, its parent's key and its position; returns how many found
+    /// no room.
+    pub(crate) fn store(&mut self, blocks: &[(BlockKey, BlockKey, u32)]) -> anyhow::Result<u64> {
         for ((key, _, _), place) in blocks.iter().zip(&mut self.places) {
             *place = *key;
         }
@@ -281,7 +338,7 @@ impl Core {
     }
 
     /// The core's counters.
-    pub(super) fn stats(&mut self) -> anyhow::Result<CatalogStats> {
+    pub(crate) fn stats(&mut self) -> anyhow::Result<CatalogStats> {
         match self.ask(Request::Stats)? {
             Reply::Stats(stats) => Ok(*stats),
             other => bail!("stats were answered with {other:?}"),
@@ -307,9 +364,10 @@ impl Core {
 
     fn run(&mut self) {
         while let Some(event) = self.events.pop_front() {
-            for action in self.catalog.apply(self.now, event) {
-                self.act(action);
-            }
+            let started = Instant::now();
+            let actions = self.catalog.apply(self.now, event);
+            self.slowest = self.slowest.max(started.elapsed());
+            actions.into_iter().for_each(|action| self.act(action));
         }
     }
 
@@ -349,6 +407,19 @@ impl Core {
             | Action::TierOffline { .. } => return,
         };
         self.events.push_back(done);
+    }
+}
+
+/// The nvme tier as the daemon sets it up.
+fn nvme_shape(geometry: StoreGeometry, epoch: u32) -> NvmeShape {
+    NvmeShape {
+        geometry,
+        epoch,
+        quarantined: Vec::new(),
+        write_bytes_in_flight: WRITE_BYTES_IN_FLIGHT,
+        reads_in_flight: 64,
+        clean_segments: 4,
+        reinsert_percent: 25,
     }
 }
 

@@ -5,7 +5,7 @@
 //! of a number of blocks under a policy, in the order of touches that published figures use, and
 //! the tiers of a real daemon, in the order of calls that `replay` makes.
 
-mod core;
+pub(crate) mod core;
 
 use std::{
     collections::VecDeque,

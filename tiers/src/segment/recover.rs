@@ -22,8 +22,9 @@ use crate::block::{
 /// ends the area.
 const CHUNK_PAGES: usize = 16;
 
-/// Threads that read segments side by side: enough to keep a drive busy, few enough for any host.
-const THREADS_MAX: usize = 4;
+/// Threads that read segments side by side: enough to keep a drive busy. They wait for it most of
+/// the time, so that their number does not follow that of the processors.
+const THREADS: usize = 8;
 
 /// Offset of the segment's sequence in an encoded descriptor.
 const SEGMENT_SEQUENCE_AT: usize = 136;
@@ -355,9 +356,8 @@ pub(super) fn recover(
             part.take(source, segment, quarantined, &mut pages);
         }
     };
-    let threads = std::thread::available_parallelism().map_or(1, |count| count.get());
     let parts: Vec<Part> = std::thread::scope(|scope| {
-        let others: Vec<_> = (1..threads.min(THREADS_MAX)).map(|_| scope.spawn(work)).collect();
+        let others: Vec<_> = (1..THREADS).map(|_| scope.spawn(work)).collect();
         let mut parts = vec![work()];
         parts.extend(others.into_iter().map(|other| other.join().expect("a scan cannot panic")));
         parts

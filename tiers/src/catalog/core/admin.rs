@@ -23,19 +23,19 @@ impl Catalog {
         let mut at = query.cursor;
         while at < stop && rows.len() < limit {
             if let Some(block) = self.table.live(at).filter(|block| wanted(block, query)) {
-                rows.push(self.row(block));
+                rows.push(self.row(at, block));
             }
             at += 1;
         }
         InspectPage { rows, cursor: (at < end).then_some(at) }
     }
 
-    fn row(&self, block: &Block) -> InspectRow {
+    fn row(&self, index: u32, block: &Block) -> InspectRow {
         let parent = match block.parent {
             super::table::NIL => BlockKey::ROOT,
             parent => self.table.get(parent).key,
         };
-        let nvme = block.location().zip(self.nvme.as_ref()).map(|(location, nvme)| {
+        let nvme = self.table.location(index).zip(self.nvme.as_ref()).map(|(location, nvme)| {
             let sequence = nvme.segments.get(location.segment).sequence;
             (location.segment, sequence, location.stored_bytes)
         });
@@ -50,9 +50,9 @@ impl Catalog {
             host: matches!(block.host, HostCopy::Resident { .. }),
             nvme,
             pins: block.pins,
-            hits: block.hits,
-            idle_us: self.now.0.saturating_sub(block.used_at.0),
-            created_s: block.created_s,
+            hits: u32::from(block.hits),
+            idle_us: self.now.0.saturating_sub(block.used_at().0),
+            created_s: block.created_s(),
         }
     }
 
@@ -177,7 +177,7 @@ fn device_use(found: &DeviceTier) -> TierUse {
 fn wanted(block: &Block, query: &InspectQuery) -> bool {
     let in_device = block.device_slot().is_some();
     let in_host = matches!(block.host, HostCopy::Resident { .. });
-    let in_nvme = block.location().is_some();
+    let in_nvme = block.spot().is_some();
     let tier = match query.tier {
         None => in_device || in_host || in_nvme,
         Some(Tier::Host) => in_host,

@@ -30,13 +30,14 @@ pub(crate) struct Lease {
     pub(crate) expires: Timestamp,
     /// The blocks, prefix by prefix, root first.
     pub(crate) blocks: Vec<BlockRef>,
-    covered: HashMap<u32, u32>,
+    /// The same, sorted.
+    covered: Vec<BlockRef>,
 }
 
 impl Lease {
     /// Whether the block, in this life of its table entry, is under the lease.
     pub(crate) fn covers(&self, block: BlockRef) -> bool {
-        self.covered.get(&block.index) == Some(&block.life)
+        self.covered.binary_search(&block).is_ok()
     }
 }
 
@@ -79,7 +80,8 @@ impl Clients {
         holder.leases.insert(id);
         self.lease_ends.insert((expires, id));
         self.leased_blocks += blocks.len();
-        let covered = blocks.iter().map(|block| (block.index, block.life)).collect();
+        let mut covered = blocks.clone();
+        covered.sort_unstable();
         let tenant = holder.tenant;
         self.leases.insert(id, Lease { session, tenant, expires, blocks, covered });
         Some(id)

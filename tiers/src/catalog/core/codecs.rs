@@ -127,7 +127,7 @@ impl Catalog {
             CodecChoice::Lz4 => (Codec::Lz4, false),
             CodecChoice::Auto => {
                 let known = self.codecs.entry(namespace).or_default();
-                let trial = known.trials < TRIAL_BLOCKS || known.writes.is_multiple_of(TRIAL_EVERY);
+                let trial = known.writes < TRIAL_BLOCKS || known.writes.is_multiple_of(TRIAL_EVERY);
                 known.writes += 1;
                 if trial {
                     return (Codec::Lz4, true);

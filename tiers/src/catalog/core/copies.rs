@@ -94,7 +94,7 @@ impl Catalog {
         self.tick += 1;
         let (now, tick) = (self.now, self.tick);
         let block = self.table.get_mut(index);
-        block.used_at = now;
+        block.use_at(now);
         block.used_tick = tick;
         let (bytes, host, device) = (block.raw_bytes, block.host, block.device);
         if let HostCopy::Filling { slot, .. } | HostCopy::Resident { slot, .. } = host {
@@ -243,6 +243,7 @@ impl Catalog {
                 self.table.get_mut(index).host = doomed;
             }
             HostCopy::Resident { slot, users } => {
+                self.count_in_host(index, false);
                 self.forget_dirty(index);
                 let bytes = self.table.get(index).raw_bytes;
                 self.host.tier.remove(index, bytes);
@@ -253,6 +254,27 @@ impl Catalog {
                     self.table.get_mut(index).host = HostCopy::Absent;
                 }
             }
+        }
+    }
+
+    /// A block that is in host RAM and on nvme came to be so, or is about to be so no more: its
+    /// segment counts it. No effect for any other block.
+    pub(crate) fn count_in_host(&mut self, index: u32, both: bool) {
+        let block = self.table.get(index);
+        let (Some(spot), Some(_)) = (block.spot(), block.host_slot()) else {
+            return;
+        };
+        let bytes = slot_bytes(block);
+        let Some(nvme) = &mut self.nvme else {
+            return;
+        };
+        let segment = nvme.segments.get_mut(spot.segment);
+        if both {
+            segment.in_host += 1;
+            segment.in_host_bytes += bytes;
+        } else {
+            segment.in_host -= 1;
+            segment.in_host_bytes -= bytes;
         }
     }
 
@@ -303,17 +325,17 @@ impl Catalog {
     /// The copy on nvme must go. `erase`: it must not come back at a restart either.
     pub(crate) fn drop_nvme(&mut self, index: u32, erase: bool) {
         let block = self.table.get_mut(index);
-        let location = match block.nvme {
-            NvmeCopy::Absent | NvmeCopy::Writing { doomed: true } => return,
-            NvmeCopy::Writing { doomed: false } => {
-                block.nvme = NvmeCopy::Writing { doomed: true };
-                let bytes = slot_bytes(block);
-                self.host.dirty_bytes -= bytes;
-                return;
-            }
-            NvmeCopy::Resident(location) => location,
+        if block.nvme == (NvmeCopy::Writing { doomed: false }) {
+            block.nvme = NvmeCopy::Writing { doomed: true };
+            let bytes = slot_bytes(block);
+            self.host.dirty_bytes -= bytes;
+            return;
+        }
+        self.count_in_host(index, false);
+        let Some(location) = self.table.take_off_nvme(index) else {
+            return;
         };
-        block.nvme = NvmeCopy::Absent;
+        let block = self.table.get(index);
         let (pinned, orphan) = (block.pins > 0, block.orphan);
         let resident = matches!(block.host, HostCopy::Resident { .. });
         if let Some(nvme) = &mut self.nvme {
@@ -367,8 +389,8 @@ impl Catalog {
 
     pub(crate) fn mark_below(&mut self, index: u32, orphan: bool) {
         let nvme = &mut self.nvme;
-        self.table.mark_below(index, orphan, |block| {
-            if let (Some(location), Some(nvme)) = (block.location(), nvme.as_mut()) {
+        self.table.mark_below(index, orphan, |table, at| {
+            if let (Some(location), Some(nvme)) = (table.location(at), nvme.as_mut()) {
                 let bytes = page_ceil(u64::from(location.stored_bytes));
                 let segment = nvme.segments.get_mut(location.segment);
                 if orphan {
@@ -397,8 +419,8 @@ impl Catalog {
         block.pins += 1;
         if block.pins == 1 {
             self.counters.pinned_bytes += u64::from(block.raw_bytes);
-            if let (Some(location), Some(nvme)) = (block.location(), &mut self.nvme) {
-                nvme.segments.get_mut(location.segment).pinned += 1;
+            if let (Some(spot), Some(nvme)) = (block.spot(), &mut self.nvme) {
+                nvme.segments.get_mut(spot.segment).pinned += 1;
             }
         }
         self.table.reference(index)
@@ -412,8 +434,8 @@ impl Catalog {
         block.pins -= 1;
         if block.pins == 0 {
             self.counters.pinned_bytes -= u64::from(block.raw_bytes);
-            if let (Some(location), Some(nvme)) = (block.location(), &mut self.nvme) {
-                nvme.segments.get_mut(location.segment).pinned -= 1;
+            if let (Some(spot), Some(nvme)) = (block.spot(), &mut self.nvme) {
+                nvme.segments.get_mut(spot.segment).pinned -= 1;
             }
             self.table.remove_bare(index);
         }

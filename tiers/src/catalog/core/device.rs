@@ -15,7 +15,7 @@ use super::slots::SlotId;
 use super::table::{BlockRef, DeviceCopy, FillSource, HostCopy, NvmeCopy};
 
 /// Lookups that found a block before it is kept in the pool on its way up.
-const PROMOTE_HITS: u32 = 2;
+const PROMOTE_HITS: u16 = 2;
 
 /// Copies from one pool to host RAM under way at most.
 const DEMOTES_MAX: usize = 64;

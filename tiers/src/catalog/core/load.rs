@@ -10,7 +10,7 @@ use super::request::{
 use super::segments::SegmentState;
 use super::slot_tier::Home;
 use super::slots::SlotId;
-use super::table::{DeviceCopy, FillSource, HostCopy, NvmeCopy};
+use super::table::{DeviceCopy, FillSource, HostCopy, NvmeCopy, USERS_MAX};
 use crate::block::{Descriptor, ElementType, NamespaceId};
 
 /// Queued reads that may be passed over for want of a slot in one go.
@@ -104,6 +104,16 @@ impl Catalog {
     /// The slot from which the block can be scattered to a region on `gpu`, or in host memory.
     fn copy_for(&self, index: u32, gpu: Option<GpuId>) -> Option<SlotPlace> {
         let block = self.table.get(index);
+        // As many readers as can be counted: the next one is told that there is no copy.
+        let full = |users: u16| users >= USERS_MAX;
+        match (block.device, block.host) {
+            (DeviceCopy::Resident { users, .. }, _) | (_, HostCopy::Resident { users, .. })
+                if full(users) =>
+            {
+                return None;
+            }
+            _ => {}
+        }
         let near = block.device_slot().filter(|(on, _)| Some(*on) == gpu);
         let near = near.map(|(on, slot)| SlotPlace::Device(on, slot));
         near.or_else(|| block.host_slot().map(SlotPlace::Host))
@@ -266,7 +276,7 @@ impl Catalog {
     /// Queues a read of the block. A block that waits in the lazy queue is moved by queueing it
     /// again: the second turn finds nothing to do.
     pub(super) fn queue_fetch(&mut self, index: u32, urgent: bool) {
-        self.table.get_mut(index).queued = true;
+        self.table.get_mut(index).set_queued(true);
         if urgent {
             self.flow.urgent.push_back(index);
         } else {
@@ -298,7 +308,7 @@ impl Catalog {
         }
         // What found no slot goes back to where it was. Blocks of another size may have found one.
         for (index, urgent) in deferred.into_iter().rev() {
-            self.table.get_mut(index).queued = true;
+            self.table.get_mut(index).set_queued(true);
             let queue = if urgent { &mut self.flow.urgent } else { &mut self.flow.lazy };
             queue.push_front(index);
         }
@@ -314,8 +324,8 @@ impl Catalog {
             if self.table.live(index).is_none() {
                 continue;
             }
-            let wanted = self.flow.is_awaited(index) || self.table.get(index).reinsert;
-            self.table.get_mut(index).queued = false;
+            let wanted = self.flow.is_awaited(index) || self.table.get(index).is_reinserted();
+            self.table.get_mut(index).set_queued(false);
             let block = self.table.get(index);
             let readable = matches!(block.nvme, NvmeCopy::Resident(_)) && self.nvme_usable();
             if wanted && readable && block.host == HostCopy::Absent {
@@ -333,10 +343,11 @@ impl Catalog {
     /// is leased or pinned. Says whether the block is to be tried again later.
     fn no_room(&mut self, index: u32, urgent: bool) -> bool {
         let block = self.table.get_mut(index);
-        if urgent || (block.reinsert && block.pins > 0) {
+        if urgent || (block.is_reinserted() && block.pins > 0) {
             return true;
         }
-        let reinsert = std::mem::take(&mut block.reinsert);
+        let reinsert = block.is_reinserted();
+        block.set_reinserted(false);
         self.fail_waiters(index, MissReason::NoRoom);
         if reinsert {
             self.drop_nvme(index, false);
@@ -369,7 +380,7 @@ impl Catalog {
             super::table::NIL => crate::block::BlockKey::ROOT,
             parent => self.table.get(parent).key,
         };
-        let location = block.location();
+        let location = self.table.location(index);
         let segment = location.map_or(0, |location| location.segment);
         let sequence = match (&self.nvme, location) {
             (Some(nvme), Some(_)) => nvme.segments.get(segment).sequence,
@@ -391,7 +402,7 @@ impl Catalog {
             segment,
             segment_sequence: sequence,
             offset: location.map_or(0, |location| location.offset),
-            created_s: block.created_s,
+            created_s: block.created_s(),
             session: block.conversation,
         }
     }
@@ -401,7 +412,7 @@ impl Catalog {
             return;
         };
         self.flow.reads -= 1;
-        let location = self.table.get(index).location();
+        let location = self.table.location(index);
         if let Some(nvme) = &mut self.nvme {
             nvme.segments.get_mut(segment).readers -= 1;
             let stored = location.map_or(0, |location| u64::from(location.stored_bytes));
@@ -438,7 +449,11 @@ impl Catalog {
         let block = self.table.get_mut(index);
         block.host = HostCopy::Resident { slot, users: 0 };
         self.host.bytes_in += u64::from(block.raw_bytes);
-        if std::mem::take(&mut block.reinsert) && matches!(block.nvme, NvmeCopy::Resident(_)) {
+        let reinserted = block.is_reinserted();
+        block.set_reinserted(false);
+        self.count_in_host(index, true);
+        let block = self.table.get(index);
+        if reinserted && matches!(block.nvme, NvmeCopy::Resident(_)) {
             self.counters.reinserted += 1;
             self.drop_nvme(index, false);
         } else if !matches!(self.table.get(index).nvme, NvmeCopy::Resident(_)) {
@@ -483,7 +498,7 @@ impl Catalog {
             if error == OpError::Checksum {
                 self.counters.corrupt += 1;
             }
-            self.table.get_mut(index).reinsert = false;
+            self.table.get_mut(index).set_reinserted(false);
             self.drop_nvme(index, true);
             self.count_read_failure(segment);
         }

@@ -4,35 +4,84 @@ use super::Catalog;
 use super::request::{
     LeaseId, Limit, LookupReply, PinId, PrefixQuery, Refusal, Reply, Run, RunState, SessionId, Tier,
 };
-use super::table::{BlockRef, DeviceCopy, FillSource, HostCopy, NvmeCopy};
+use super::table::{BATCH, BlockRef, DeviceCopy, FillSource, HostCopy, NvmeCopy};
 use crate::block::{BlockKey, NamespaceId};
 
+/// Keys of a lookup that are searched first.
+const BATCH_FIRST: usize = 16;
+
 impl Catalog {
-    /// Where a key can be loaded from. The answer for a key of another namespace is found by the
-    /// same steps as for one that does not exist.
-    fn available(&self, namespace: NamespaceId, key: &BlockKey) -> Option<(u32, Tier, RunState)> {
-        let index = self.table.find(namespace, key)?;
+    /// Where a block can be loaded from.
+    fn available(&self, index: u32) -> Option<(Tier, RunState)> {
         let block = self.table.get(index);
         match (block.device, block.host, block.nvme) {
-            (DeviceCopy::Resident { .. }, ..) => Some((index, Tier::Device, RunState::Ready)),
-            (_, HostCopy::Resident { .. }, _) => Some((index, Tier::Host, RunState::Ready)),
+            (DeviceCopy::Resident { .. }, ..) => Some((Tier::Device, RunState::Ready)),
+            (_, HostCopy::Resident { .. }, _) => Some((Tier::Host, RunState::Ready)),
             (_, HostCopy::Filling { doomed: false, source: FillSource::Client, .. }, _) => {
-                Some((index, Tier::Host, RunState::Pending))
+                Some((Tier::Host, RunState::Pending))
             }
             (_, _, NvmeCopy::Resident(_)) if self.nvme_usable() => {
-                Some((index, Tier::Nvme, RunState::Ready))
+                Some((Tier::Nvme, RunState::Ready))
             }
             (DeviceCopy::Filling { doomed: false, .. }, HostCopy::Absent, _) => {
-                Some((index, Tier::Device, RunState::Pending))
+                Some((Tier::Device, RunState::Pending))
             }
             _ => None,
         }
     }
 
+    /// The block of a key, if it can be loaded. The answer for a key of another namespace is found
+    /// by the same steps as for one that does not exist.
+    fn find_available(&self, namespace: NamespaceId, key: &BlockKey) -> Option<u32> {
+        let index = self.table.find(namespace, key)?;
+        self.available(index).map(|_| index)
+    }
+
     /// The blocks of one prefix, as far as it is there.
     fn resident_run(&self, prefix: &PrefixQuery) -> Vec<u32> {
-        let found = |key| self.available(prefix.namespace, key);
-        prefix.keys.iter().map_while(found).map(|(index, _, _)| index).collect()
+        self.common_run(std::slice::from_ref(prefix), |_, _| {}).pop().unwrap_or_default()
+    }
+
+    /// The blocks that all prefixes, which have as many keys each, start with; calls `each` with
+    /// where one after the other can be loaded from.
+    fn common_run(
+        &self,
+        prefixes: &[PrefixQuery],
+        mut each: impl FnMut(Tier, RunState),
+    ) -> Vec<Vec<u32>> {
+        let keys = prefixes.first().map_or(0, |prefix| prefix.keys.len());
+        let mut found: Vec<Vec<u32>> = vec![Vec::new(); prefixes.len()];
+        let mut at = 0;
+        while at < keys {
+            // Many lookups end at their first key.
+            let end = keys.min(at + if at == 0 { BATCH_FIRST } else { BATCH });
+            let batches: Vec<_> = prefixes
+                .iter()
+                .map(|prefix| {
+                    let part = prefix.keys.get(at..end).unwrap_or_default();
+                    self.table.find_batch(prefix.namespace, part)
+                })
+                .collect();
+            for within in 0..end - at {
+                let (mut tier, mut state) = (None, RunState::Ready);
+                for batch in &batches {
+                    let index = batch.get(within).copied().flatten();
+                    let Some((one, ready)) = index.and_then(|index| self.available(index)) else {
+                        return found;
+                    };
+                    tier = tier.max(Some(one));
+                    if ready == RunState::Pending {
+                        state = RunState::Pending;
+                    }
+                }
+                each(tier.unwrap_or(Tier::Host), state);
+                for (list, batch) in found.iter_mut().zip(&batches) {
+                    list.extend(batch.get(within).copied().flatten());
+                }
+            }
+            at = end;
+        }
+        found
     }
 
     pub(super) fn lookup(
@@ -51,26 +100,10 @@ impl Catalog {
         self.counters.lookups += 1;
         self.counters.lookup_keys += keys as u64;
         let mut reply = LookupReply::default();
-        let mut found: Vec<Vec<u32>> = vec![Vec::new(); prefixes.len()];
-        for at in 0..keys {
-            let each: Option<Vec<_>> = prefixes
-                .iter()
-                .map(|prefix| {
-                    prefix.keys.get(at).and_then(|key| self.available(prefix.namespace, key))
-                })
-                .collect();
-            let Some(each) = each else {
-                break;
-            };
-            let tier = each.iter().map(|(_, tier, _)| *tier).max().unwrap_or(Tier::Host);
-            let pending = each.iter().any(|(_, _, state)| *state == RunState::Pending);
-            let state = if pending { RunState::Pending } else { RunState::Ready };
+        let mut found = self.common_run(prefixes, |tier, state| {
             push_run(&mut reply.runs, tier, state);
             reply.blocks += 1;
-            for (list, (index, _, _)) in found.iter_mut().zip(each) {
-                list.push(index);
-            }
-        }
+        });
         self.counters.lookup_hits += u64::from(reply.blocks);
         if reply.blocks > 0
             && lease_ms > 0
@@ -110,8 +143,7 @@ impl Catalog {
         let mut blocks = Vec::with_capacity(found.iter().map(Vec::len).sum());
         for index in found.iter().flatten() {
             blocks.push(self.pin(*index));
-            let block = self.table.get_mut(*index);
-            block.hits = block.hits.saturating_add(1);
+            self.table.get_mut(*index).count_hit();
         }
         for index in found.iter().flatten().rev() {
             self.touch(*index);
@@ -187,8 +219,9 @@ impl Catalog {
         if prefix.keys.len() > self.config.limits.keys_per_call {
             return Reply::Refused(Refusal::TooManyKeys);
         }
-        let found = prefix.keys.iter().filter_map(|key| self.available(prefix.namespace, key));
-        let found: Vec<u32> = found.map(|(index, _, _)| index).collect();
+        let found = prefix.keys.iter();
+        let found = found.filter_map(|key| self.find_available(prefix.namespace, key));
+        let found: Vec<u32> = found.collect();
         for index in found.iter().rev() {
             self.touch(*index);
         }

@@ -15,6 +15,7 @@ mod device;
 mod erase;
 mod event;
 mod flow;
+mod index;
 mod load;
 mod lookup;
 mod policy;

@@ -37,18 +37,30 @@ const NIL: u32 = u32::MAX;
 
 #[derive(Clone, Copy)]
 struct Link {
-    /// Towards the front (warmer).
+    /// Towards the front (warmer); `GONE` when the block is not in the list.
     prev: u32,
     /// Towards the back (colder).
     next: u32,
-    linked: bool,
 }
 
-const UNLINKED: Link = Link { prev: NIL, next: NIL, linked: false };
+/// Not in the list. No block has this number, which is not `NIL`.
+const GONE: u32 = u32::MAX - 1;
 
-/// A doubly linked list of block numbers, with its links in one vector.
+const UNLINKED: Link = Link { prev: GONE, next: GONE };
+
+/// Links in one piece of memory.
+const PIECE_LINKS: usize = 64;
+
+/// Links of blocks whose numbers are neighbours. There as long as one of them is in the list.
+struct Piece {
+    links: [Link; PIECE_LINKS],
+    linked: usize,
+}
+
+/// A doubly linked list of block numbers. Its memory follows the blocks that are in it, not those
+/// that exist: few of all blocks are in host RAM, and fewer are dirty there.
 pub(crate) struct OrderList {
-    links: Vec<Link>,
+    pieces: Vec<Option<Box<Piece>>>,
     front: u32,
     back: u32,
     count: usize,
@@ -56,25 +68,28 @@ pub(crate) struct OrderList {
 
 impl Default for OrderList {
     fn default() -> OrderList {
-        OrderList { links: Vec::new(), front: NIL, back: NIL, count: 0 }
+        OrderList { pieces: Vec::new(), front: NIL, back: NIL, count: 0 }
     }
 }
 
 impl OrderList {
+    /// The link of a block that is in the list.
     fn link(&mut self, block: u32) -> &mut Link {
         let at = block as usize;
-        if at >= self.links.len() {
-            self.links.resize(at + 1, UNLINKED);
-        }
-        self.links.get_mut(at).expect("resized to hold it")
+        let piece = self.pieces.get_mut(at / PIECE_LINKS).and_then(Option::as_mut);
+        let link = piece.and_then(|piece| piece.links.get_mut(at % PIECE_LINKS));
+        link.expect("what is in the list has a link")
     }
 
     fn get(&self, block: u32) -> Link {
-        self.links.get(block as usize).copied().unwrap_or(UNLINKED)
+        let at = block as usize;
+        let piece = self.pieces.get(at / PIECE_LINKS).and_then(Option::as_ref);
+        let link = piece.and_then(|piece| piece.links.get(at % PIECE_LINKS));
+        link.copied().unwrap_or(UNLINKED)
     }
 
     pub(crate) fn contains(&self, block: u32) -> bool {
-        self.get(block).linked
+        self.get(block).prev != GONE
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -93,44 +108,71 @@ impl OrderList {
 
     /// The next warmer block.
     pub(crate) fn warmer(&self, block: u32) -> Option<u32> {
-        let link = self.get(block);
-        (link.linked && link.prev != NIL).then_some(link.prev)
+        let prev = self.get(block).prev;
+        (prev != GONE && prev != NIL).then_some(prev)
     }
 
     pub(crate) fn push_front(&mut self, block: u32) {
         assert!(!self.contains(block), "block {block} is in the list already");
+        let at = block as usize / PIECE_LINKS;
+        if self.pieces.len() <= at {
+            self.pieces.resize_with(at + 1, || None);
+        }
+        if let Some(piece) = self.pieces.get_mut(at) {
+            let new = || Box::new(Piece { links: [UNLINKED; PIECE_LINKS], linked: 0 });
+            piece.get_or_insert_with(new).linked += 1;
+        }
+        self.attach_front(block);
+        self.count += 1;
+    }
+
+    fn attach_front(&mut self, block: u32) {
         let front = self.front;
-        *self.link(block) = Link { prev: NIL, next: front, linked: true };
+        *self.link(block) = Link { prev: NIL, next: front };
         if front == NIL {
             self.back = block;
         } else {
             self.link(front).prev = block;
         }
         self.front = block;
-        self.count += 1;
+    }
+
+    fn detach(&mut self, Link { prev, next }: Link) {
+        match prev {
+            NIL => self.front = next,
+            prev => self.link(prev).next = next,
+        }
+        match next {
+            NIL => self.back = prev,
+            next => self.link(next).prev = prev,
+        }
     }
 
     pub(crate) fn remove(&mut self, block: u32) -> bool {
         let link = self.get(block);
-        if !link.linked {
+        if link.prev == GONE {
             return false;
         }
-        match link.prev {
-            NIL => self.front = link.next,
-            prev => self.link(prev).next = link.next,
-        }
-        match link.next {
-            NIL => self.back = link.prev,
-            next => self.link(next).prev = link.prev,
-        }
+        self.detach(link);
         *self.link(block) = UNLINKED;
         self.count -= 1;
+        if let Some(piece) = self.pieces.get_mut(block as usize / PIECE_LINKS)
+            && let Some(found) = piece
+        {
+            found.linked -= 1;
+            if found.linked == 0 {
+                *piece = None;
+            }
+        }
         true
     }
 
     pub(crate) fn move_front(&mut self, block: u32) {
-        if self.remove(block) {
-            self.push_front(block);
+        let link = self.get(block);
+        // What is at the front already stays.
+        if link.prev != GONE && link.prev != NIL {
+            self.detach(link);
+            self.attach_front(block);
         }
     }
 

@@ -36,6 +36,9 @@ pub(crate) struct Segment {
     pub(crate) writers: u32,
     /// Blocks in it that are leased or pinned.
     pub(crate) pinned: u32,
+    /// Blocks in it that are in host RAM too, and the bytes of their slots.
+    pub(crate) in_host: u32,
+    pub(crate) in_host_bytes: u64,
     pub(crate) read_failures: u32,
     pub(crate) write_failed: bool,
 }
@@ -81,6 +84,8 @@ impl Segments {
             readers: 0,
             writers: 0,
             pinned: 0,
+            in_host: 0,
+            in_host_bytes: 0,
             read_failures: 0,
             write_failed: false,
         };
@@ -132,12 +137,13 @@ impl Segments {
         self.segments.iter().map(|segment| segment.live_bytes).sum()
     }
 
-    /// Takes over a segment found at recovery. `end` is where its last payload ends.
-    pub(crate) fn recover(&mut self, segment: u32, sequence: u64) {
+    /// Takes over a segment found at recovery, with so many places for descriptors in use.
+    pub(crate) fn recover(&mut self, segment: u32, sequence: u64, places: u32) {
         if self.get(segment).state == SegmentState::Clean {
             let found = self.get_mut(segment);
             found.state = SegmentState::Sealed;
             found.sequence = sequence;
+            found.blocks.reserve_exact(places as usize);
         }
         self.clean.retain(|clean| *clean != segment);
     }
@@ -229,7 +235,9 @@ impl Segments {
             return None;
         }
         self.open = None;
-        self.get_mut(segment).state = SegmentState::Sealed;
+        let sealed = self.get_mut(segment);
+        sealed.state = SegmentState::Sealed;
+        sealed.blocks.shrink_to_fit();
         Some(segment)
     }
 

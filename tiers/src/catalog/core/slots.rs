@@ -8,6 +8,7 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
+use super::table::BLOCKS_MAX;
 use crate::block::{PAGE_BYTES, page_ceil};
 
 /// A slot of the host arena: offset of its first byte divided by 4 KiB.
@@ -27,14 +28,20 @@ pub(crate) type ClassId = usize;
 #[derive(Clone, Default)]
 struct Slab {
     class: Option<ClassId>,
-    /// Owner of each slot: a block number, or `FREE`.
+    /// Owner of each slot: a block number, or `FREE` with the index of the next free slot.
     owners: Vec<u32>,
-    free: Vec<u32>,
+    /// The slot that is handed out next, `NONE` when none is free.
+    free: u32,
+    free_count: u32,
     /// The latest touch of any of its blocks, as counted by the caller.
     used_at: u64,
 }
 
-const FREE: u32 = u32::MAX;
+/// Marks a free slot. Block numbers are below it.
+const FREE: u32 = BLOCKS_MAX;
+
+/// No slot.
+const NONE: u32 = FREE - 1;
 
 /// Block sizes that may be in host RAM at the same time.
 const CLASSES_MAX: usize = 32;
@@ -138,8 +145,10 @@ impl Slots {
                 let slab_id = self.free_slabs.pop_first()?;
                 let slab = self.slabs.get_mut(slab_id as usize)?;
                 slab.class = Some(class_id);
-                slab.owners = vec![FREE; class.slots_per_slab as usize];
-                slab.free = (0..class.slots_per_slab).rev().collect();
+                // Each is followed by the next one, the last one by none.
+                let next = |index: u32| if index < class.slots_per_slab { index } else { NONE };
+                slab.owners = (1..=class.slots_per_slab).map(|at| FREE | next(at)).collect();
+                (slab.free, slab.free_count) = (0, class.slots_per_slab);
                 class.open.insert(slab_id);
                 class.slabs += 1;
                 bind = Some((slab_id, class.slot_bytes));
@@ -147,9 +156,11 @@ impl Slots {
             }
         };
         let slab = self.slabs.get_mut(slab_id as usize)?;
-        let index = slab.free.pop().expect("an open slab has a free slot");
-        *slab.owners.get_mut(index as usize)? = owner;
-        if slab.free.is_empty() {
+        let index = slab.free;
+        let place = slab.owners.get_mut(index as usize).expect("an open slab has a free slot");
+        slab.free = std::mem::replace(place, owner) & !FREE;
+        slab.free_count -= 1;
+        if slab.free_count == 0 {
             class.open.remove(&slab_id);
         }
         self.used_bytes += u64::from(class.slot_bytes);
@@ -166,12 +177,13 @@ impl Slots {
         let class = self.classes.get_mut(class_id).expect("the class exists");
         let slab = self.slabs.get_mut(slab_id as usize).expect("the slab exists");
         let owner = slab.owners.get_mut(index as usize).expect("the slot exists");
-        assert_ne!(*owner, FREE, "slot {slot:?} is freed twice");
-        *owner = FREE;
-        slab.free.push(index);
+        assert!(*owner < FREE, "slot {slot:?} is freed twice");
+        *owner = FREE | slab.free;
+        slab.free = index;
+        slab.free_count += 1;
         self.used_bytes -= u64::from(class.slot_bytes);
         self.used_slots -= 1;
-        if slab.free.len() == slab.owners.len() {
+        if slab.free_count as usize == slab.owners.len() {
             class.open.remove(&slab_id);
             class.slabs -= 1;
             *slab = Slab::default();
@@ -197,7 +209,7 @@ impl Slots {
             .iter()
             .filter(|slab| slab.class.is_some_and(|other| other != class) && slab.used_at < before)
             .min_by_key(|slab| slab.used_at)
-            .map(|slab| slab.owners.iter().copied().filter(|owner| *owner != FREE).collect())
+            .map(|slab| slab.owners.iter().copied().filter(|owner| *owner < FREE).collect())
     }
 
     fn locate(&self, slot: SlotId) -> Option<(u32, u32, ClassId)> {

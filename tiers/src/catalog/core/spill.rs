@@ -7,7 +7,7 @@ use super::event::{Action, OpError, OpId};
 use super::flow::Op;
 use super::request::{OfflineReason, Reply, Tier};
 use super::segments::{SegmentState, Space};
-use super::table::{FillSource, HostCopy, Location, NIL, NvmeCopy};
+use super::table::{BATCH, FillSource, HostCopy, Location, NIL, NvmeCopy};
 use crate::block::{Codec, Sum128, page_ceil};
 
 /// Segments that may fail one after the other, with no write in between that succeeds, before the
@@ -241,9 +241,8 @@ impl Catalog {
         block.nvme = NvmeCopy::Absent;
         match location {
             Some(location) => {
-                block.nvme = NvmeCopy::Resident(location);
-                block.hits_written = block.hits;
                 let (pinned, orphan) = (block.pins > 0, block.orphan);
+                self.table.set_on_nvme(index, location);
                 self.host.dirty_bytes -= bytes;
                 self.list_on_nvme(index, location, pinned, orphan);
             }
@@ -264,6 +263,7 @@ impl Catalog {
                 segment.orphan_bytes += page_ceil(u64::from(location.stored_bytes));
             }
         }
+        self.count_in_host(index, true);
     }
 
     /// A segment that cannot be written is sealed; several in a row and the tier is off.
@@ -335,14 +335,11 @@ impl Catalog {
         let Some(nvme) = &self.nvme else {
             return false;
         };
-        let blocks = self.blocks_in(victim);
-        let resident = blocks.iter().map(|index| self.table.get(*index));
-        let resident = resident.filter(|block| matches!(block.host, HostCopy::Resident { .. }));
-        let (count, bytes) = resident
-            .fold((0u64, 0u64), |(count, bytes), block| (count + 1, bytes + slot_bytes(block)));
+        let segment = nvme.segments.get(victim);
         let geometry = nvme.shape.geometry;
-        let little = count * 2 <= u64::from(geometry.descriptors_per_segment())
-            && bytes * 2 <= u64::from(geometry.payload_bytes());
+        let little = u64::from(segment.in_host) * 2
+            <= u64::from(geometry.descriptors_per_segment())
+            && segment.in_host_bytes * 2 <= u64::from(geometry.payload_bytes());
         self.host.starved || little
     }
 
@@ -357,14 +354,14 @@ impl Catalog {
         for index in self.blocks_in(victim) {
             let block = self.table.get(index);
             let bytes = slot_bytes(block);
-            let hit = !block.orphan && block.hits > block.hits_written;
+            let hit = !block.orphan && block.spot().is_some_and(|spot| spot.hit);
             match block.host {
                 HostCopy::Filling { source: FillSource::Nvme, .. } => {
-                    self.table.get_mut(index).reinsert = true;
+                    self.table.get_mut(index).set_reinserted(true);
                 }
                 HostCopy::Absent if block.pins > 0 || (hit && bytes <= budget) => {
                     budget = budget.saturating_sub(bytes);
-                    self.table.get_mut(index).reinsert = true;
+                    self.table.get_mut(index).set_reinserted(true);
                     self.queue_fetch(index, false);
                 }
                 _ => {
@@ -432,12 +429,16 @@ impl Catalog {
         let Some(nvme) = &mut self.nvme else {
             return;
         };
-        nvme.segments.recover(segment, sequence);
+        let places = descriptors.last().map_or(0, |(at, _)| *at + 1);
+        nvme.segments.recover(segment, sequence, places);
         if nvme.segments.get(segment).state == SegmentState::Clean {
             return;
         }
-        for (at, found) in descriptors {
-            self.recover_block(segment, *at, found);
+        for batch in descriptors.chunks(BATCH) {
+            self.table.warm(batch.iter().map(|(_, found)| (found.namespace, &found.key)));
+            for (at, found) in batch {
+                self.recover_block(segment, *at, found);
+            }
         }
     }
 
@@ -462,7 +463,7 @@ impl Catalog {
         block.position = found.position;
         block.tokens = found.tokens;
         block.raw_sum = found.raw_sum;
-        block.created_s = found.created_s;
+        block.set_created_s(found.created_s);
         block.conversation = found.session;
         block.sequence = found.sequence;
         let location = Location {
@@ -473,8 +474,8 @@ impl Catalog {
             codec: found.codec,
             stored_sum: found.stored_sum,
         };
-        block.nvme = NvmeCopy::Resident(location);
         let orphan = block.orphan;
+        self.table.set_on_nvme(index, location);
         self.list_on_nvme(index, location, false, orphan);
         if !orphan {
             self.mark_below(index, false);

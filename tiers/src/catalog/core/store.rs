@@ -148,14 +148,14 @@ impl Catalog {
         block.position = new.position;
         block.tokens = new.tokens;
         block.conversation = conversation;
-        block.created_s = now_s;
-        (block.hits, block.hits_written) = (0, 0);
+        block.set_created_s(now_s);
+        block.hits = 0;
         self.table.learn_parent(index, new);
         // The new entry must survive the evictions that make room for it.
-        self.table.get_mut(index).queued = true;
+        self.table.get_mut(index).set_queued(true);
         let gpu = self.gpu_of(target.region);
         let to = self.take_place(gpu, index);
-        self.table.get_mut(index).queued = false;
+        self.table.get_mut(index).set_queued(false);
         let Some(to) = to else {
             self.finish(part, Outcome::Busy);
             self.after_loss(index);
@@ -204,6 +204,7 @@ impl Catalog {
                 block.raw_sum = sum;
                 block.host = HostCopy::Resident { slot, users: 0 };
                 self.host.bytes_in += u64::from(block.raw_bytes);
+                self.count_in_host(index, true);
                 self.become_dirty(index);
                 self.finish(part, Outcome::Stored);
                 self.wake(index, false);

@@ -4,18 +4,37 @@
 //! (a ghost) stands in for a parent that is gone, so that its children are found again when it
 //! is stored again; `orphan` says that some ancestor is a ghost, so that no lookup reaches the
 //! block.
+//!
+//! There may be tens of millions of blocks, so a row has 160 bytes and no allocation of its own,
+//! and rows lie in large pieces of memory that never move. What few blocks have lies aside.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::hash::{BuildHasher, Hasher};
 
 use twox_hash::XxHash3_64;
 
+use super::index::KeyIndex;
 use super::request::{GpuId, Timestamp};
 use super::slots::SlotId;
 use crate::block::{BlockKey, Codec, NamespaceId, Sum128};
 
 /// No block.
 pub(crate) const NIL: u32 = u32::MAX;
+
+/// Blocks at most. The numbers above are free for marks.
+pub(crate) const BLOCKS_MAX: u32 = 1 << 31;
+
+/// Rows in one piece of memory, 2.5 MiB: growing copies nothing and leaves little idle.
+const PIECE_ROWS: usize = 1 << 14;
+
+/// Keys that are searched side by side, so that waits for memory overlap.
+pub(crate) const BATCH: usize = 64;
+
+/// Microseconds in one step of the coarse time in a row: 65 ms, so that it lasts nine years.
+const USED_STEP_US: u64 = 1 << 16;
+
+/// Operations that may read one copy at the same time, with some room to the type's limit for
+/// those that a client does not ask for.
+pub(crate) const USERS_MAX: u16 = u16::MAX - 1024;
 
 /// Where the bytes of a host slot that is being filled come from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -36,9 +55,9 @@ pub(crate) enum DeviceCopy {
     /// A slot that is being filled; `doomed`: it is to be freed when that ends.
     Filling { gpu: GpuId, slot: SlotId, doomed: bool },
     /// There. `users` operations read the slot now.
-    Resident { gpu: GpuId, slot: SlotId, users: u32 },
+    Resident { gpu: GpuId, slot: SlotId, users: u16 },
     /// Not to be used any more; freed when the last user is done.
-    Draining { gpu: GpuId, slot: SlotId, users: u32 },
+    Draining { gpu: GpuId, slot: SlotId, users: u16 },
 }
 
 /// The copy of a block in host RAM.
@@ -49,9 +68,9 @@ pub(crate) enum HostCopy {
     /// A slot that is being filled; `doomed`: it is to be freed when that ends.
     Filling { slot: SlotId, source: FillSource, doomed: bool },
     /// Verified bytes when they were published. `users` operations read the slot now.
-    Resident { slot: SlotId, users: u32 },
+    Resident { slot: SlotId, users: u16 },
     /// Not to be used any more; freed when the last user is done.
-    Draining { slot: SlotId, users: u32 },
+    Draining { slot: SlotId, users: u16 },
 }
 
 /// The copy of a block on nvme.
@@ -62,10 +81,30 @@ pub(crate) enum NvmeCopy {
     /// Being encoded or written; `doomed`: it is void when that ends.
     Writing { doomed: bool },
     /// There.
-    Resident(Location),
+    Resident(Spot),
 }
 
-/// Where a copy lies on nvme.
+/// Where a copy lies on nvme, as a row knows it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Spot {
+    pub(crate) segment: u32,
+    pub(crate) index: u32,
+    pub(crate) offset: u32,
+    /// The bytes there are those of the block itself; otherwise what they are lies aside.
+    plain: bool,
+    /// A lookup found the block since it was written.
+    pub(crate) hit: bool,
+}
+
+/// What is stored for a block that is not stored as it is.
+#[derive(Clone, Copy)]
+struct Encoded {
+    stored_bytes: u32,
+    codec: Codec,
+    stored_sum: Sum128,
+}
+
+/// Where a copy lies on nvme, and what it is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Location {
     pub(crate) segment: u32,
@@ -76,40 +115,47 @@ pub(crate) struct Location {
     pub(crate) stored_sum: Sum128,
 }
 
-/// One block.
+/// One block. What a lookup reads comes first, within 64 bytes.
 #[derive(Clone, Debug)]
+#[repr(C)]
 pub(crate) struct Block {
-    pub(crate) namespace: NamespaceId,
     pub(crate) key: BlockKey,
-    pub(crate) generation: u32,
-    /// Distinguishes the lives of this table entry.
+    pub(crate) namespace: NamespaceId,
+    pub(crate) nvme: NvmeCopy,
+    pub(crate) host: HostCopy,
+    pub(crate) device: DeviceCopy,
+    pub(crate) raw_bytes: u32,
+    pub(crate) pins: u32,
+    /// When it was last used, in steps of `USED_STEP_US`.
+    used_at: u32,
+    pub(crate) used_tick: u64,
+    /// Lookups that found it. Counts to 65,535.
+    pub(crate) hits: u16,
+    pub(crate) orphan: bool,
+    marks: u8,
+    /// Distinguishes the lives of this row.
     pub(crate) life: u32,
     pub(crate) parent: u32,
     first_child: u32,
     next_sibling: u32,
     prev_sibling: u32,
+    pub(crate) generation: u32,
     pub(crate) position: u32,
     pub(crate) tokens: u32,
-    pub(crate) raw_bytes: u32,
-    pub(crate) raw_sum: Sum128,
-    pub(crate) device: DeviceCopy,
-    pub(crate) host: HostCopy,
-    pub(crate) nvme: NvmeCopy,
-    pub(crate) pins: u32,
-    pub(crate) hits: u32,
-    /// Hits when it was last written to nvme.
-    pub(crate) hits_written: u32,
-    pub(crate) used_at: Timestamp,
-    pub(crate) used_tick: u64,
-    pub(crate) created_s: u64,
+    created_s: u32,
     pub(crate) conversation: u64,
     pub(crate) sequence: u64,
-    pub(crate) orphan: bool,
-    /// Waits in one of the fetch queues.
-    pub(crate) queued: bool,
-    /// Is read back so that its segment can be reclaimed.
-    pub(crate) reinsert: bool,
+    pub(crate) raw_sum: Sum128,
 }
+
+const _: () = assert!(size_of::<Block>() == 160);
+
+/// The row is in use.
+const LIVE: u8 = 1;
+/// The block waits in one of the fetch queues.
+const QUEUED: u8 = 2;
+/// The block is read back so that its segment can be reclaimed.
+const REINSERT: u8 = 4;
 
 impl Block {
     pub(crate) fn is_filling(&self) -> bool {
@@ -138,11 +184,60 @@ impl Block {
         }
     }
 
-    pub(crate) fn location(&self) -> Option<Location> {
+    pub(crate) fn spot(&self) -> Option<Spot> {
         match self.nvme {
-            NvmeCopy::Resident(location) => Some(location),
+            NvmeCopy::Resident(spot) => Some(spot),
             _ => None,
         }
+    }
+
+    /// Whether it waits in one of the fetch queues.
+    pub(crate) fn is_queued(&self) -> bool {
+        self.marks & QUEUED != 0
+    }
+
+    pub(crate) fn set_queued(&mut self, queued: bool) {
+        self.mark(QUEUED, queued);
+    }
+
+    /// Whether it is read back so that its segment can be reclaimed.
+    pub(crate) fn is_reinserted(&self) -> bool {
+        self.marks & REINSERT != 0
+    }
+
+    pub(crate) fn set_reinserted(&mut self, reinserted: bool) {
+        self.mark(REINSERT, reinserted);
+    }
+
+    fn mark(&mut self, bit: u8, on: bool) {
+        self.marks = if on { self.marks | bit } else { self.marks & !bit };
+    }
+
+    /// A lookup found it.
+    pub(crate) fn count_hit(&mut self) {
+        self.hits = self.hits.saturating_add(1);
+        if let NvmeCopy::Resident(spot) = &mut self.nvme {
+            spot.hit = true;
+        }
+    }
+
+    /// When it was last used, to 65 ms.
+    pub(crate) fn used_at(&self) -> Timestamp {
+        Timestamp(u64::from(self.used_at) * USED_STEP_US)
+    }
+
+    pub(crate) fn use_at(&mut self, now: Timestamp) {
+        self.used_at = u32::try_from(now.0 / USED_STEP_US).unwrap_or(u32::MAX);
+    }
+
+    /// When it was stored, seconds since the Unix epoch.
+    pub(crate) fn created_s(&self) -> u64 {
+        u64::from(self.created_s)
+    }
+
+    /// Kept up to the year 2106.
+    pub(crate) fn set_created_s(&mut self, seconds: u64) {
+        self.created_s = u32::try_from(seconds).unwrap_or(u32::MAX);
     }
 }
 
@@ -164,34 +259,47 @@ pub(crate) struct NewBlock {
     pub(crate) raw_bytes: u32,
 }
 
-#[derive(Clone, Copy)]
-struct SeededHash(u64);
-
-struct KeyHasher(u64);
-
-impl BuildHasher for SeededHash {
-    type Hasher = KeyHasher;
-
-    fn build_hasher(&self) -> KeyHasher {
-        KeyHasher(self.0)
-    }
+/// All rows, in pieces.
+#[derive(Default)]
+struct Rows {
+    pieces: Vec<Vec<Block>>,
+    count: u32,
 }
 
-impl Hasher for KeyHasher {
-    fn write(&mut self, bytes: &[u8]) {
-        self.0 = XxHash3_64::oneshot_with_seed(self.0, bytes);
+impl Rows {
+    fn get(&self, index: u32) -> Option<&Block> {
+        let at = index as usize;
+        self.pieces.get(at / PIECE_ROWS)?.get(at % PIECE_ROWS)
     }
 
-    fn finish(&self) -> u64 {
-        self.0
+    fn get_mut(&mut self, index: u32) -> Option<&mut Block> {
+        let at = index as usize;
+        self.pieces.get_mut(at / PIECE_ROWS)?.get_mut(at % PIECE_ROWS)
+    }
+
+    fn push(&mut self, block: Block) -> u32 {
+        assert!(self.count < BLOCKS_MAX, "the table holds {BLOCKS_MAX} blocks at most");
+        match self.pieces.last_mut().filter(|piece| piece.len() < PIECE_ROWS) {
+            Some(piece) => piece.push(block),
+            None => {
+                let mut piece = Vec::with_capacity(PIECE_ROWS);
+                piece.push(block);
+                self.pieces.push(piece);
+            }
+        }
+        self.count += 1;
+        self.count - 1
     }
 }
 
 /// All blocks.
 pub(crate) struct BlockTable {
-    blocks: Vec<Block>,
+    rows: Rows,
     free: Vec<u32>,
-    map: HashMap<(NamespaceId, BlockKey), u32, SeededHash>,
+    index: KeyIndex,
+    hash_seed: u64,
+    /// Of the blocks on nvme that are not `plain` there.
+    encoded: HashMap<u32, Encoded>,
     /// Blocks that became ghosts, oldest first; some may be ghosts no more.
     ghosts: VecDeque<BlockRef>,
 }
@@ -199,40 +307,131 @@ pub(crate) struct BlockTable {
 impl BlockTable {
     pub(crate) fn new(hash_seed: u64) -> BlockTable {
         BlockTable {
-            blocks: Vec::new(),
+            rows: Rows::default(),
             free: Vec::new(),
-            map: HashMap::with_hasher(SeededHash(hash_seed)),
+            index: KeyIndex::new(),
+            hash_seed,
+            encoded: HashMap::new(),
             ghosts: VecDeque::new(),
         }
     }
 
     /// Entries in use, ghosts included.
     pub(crate) fn len(&self) -> usize {
-        self.map.len()
+        self.index.len()
     }
 
     /// Entries ever used: indexes are below this.
     pub(crate) fn index_end(&self) -> u32 {
-        self.blocks.len() as u32
+        self.rows.count
+    }
+
+    fn hash(&self, namespace: NamespaceId, key: &BlockKey) -> u64 {
+        let mut bytes = [0; 36];
+        let (left, right) = bytes.split_at_mut(4);
+        left.copy_from_slice(&namespace.0.to_le_bytes());
+        right.copy_from_slice(&key.0);
+        XxHash3_64::oneshot_with_seed(self.hash_seed, &bytes)
+    }
+
+    fn find_hashed(&self, hash: u64, namespace: NamespaceId, key: &BlockKey) -> Option<u32> {
+        self.index.find(hash, |index| {
+            let found = self.get(index);
+            found.key == *key && found.namespace == namespace
+        })
     }
 
     /// Key and namespace together decide, so that a key of another namespace is as absent as any.
     pub(crate) fn find(&self, namespace: NamespaceId, key: &BlockKey) -> Option<u32> {
-        self.map.get(&(namespace, *key)).copied()
+        self.find_hashed(self.hash(namespace, key), namespace, key)
+    }
+
+    /// As [`BlockTable::find`] for up to [`BATCH`] keys. In a large table nearly every step is a
+    /// wait for memory: each is taken for all keys before the next one, so that they overlap.
+    pub(crate) fn find_batch(
+        &self,
+        namespace: NamespaceId,
+        keys: &[BlockKey],
+    ) -> [Option<u32>; BATCH] {
+        let mut hashes = [0; BATCH];
+        let mut read = 0;
+        for (hash, key) in hashes.iter_mut().zip(keys) {
+            *hash = self.hash(namespace, key);
+        }
+        // Apart from the hashing, so that a processor sees many of these reads at a time.
+        for hash in hashes.iter().take(keys.len()) {
+            read ^= self.index.warm(*hash);
+        }
+        std::hint::black_box(read);
+        let mut likely = [None; BATCH];
+        for (likely, hash) in likely.iter_mut().zip(hashes).take(keys.len()) {
+            *likely = self.index.find(hash, |_| true);
+        }
+        for row in likely.iter().flatten().filter_map(|index| self.rows.get(*index)) {
+            let both_ends = (row.key == BlockKey::ROOT, row.device == DeviceCopy::Absent);
+            read ^= u64::from(both_ends.0 ^ both_ends.1);
+        }
+        std::hint::black_box(read);
+        let mut found = [None; BATCH];
+        for ((found, hash), key) in found.iter_mut().zip(hashes).zip(keys) {
+            *found = self.find_hashed(hash, namespace, key);
+        }
+        found
+    }
+
+    /// Fetches what a search for each of these keys reads first, all at the same time.
+    pub(crate) fn warm<'a>(&self, keys: impl Iterator<Item = (NamespaceId, &'a BlockKey)>) {
+        let read = keys.map(|(namespace, key)| self.index.warm(self.hash(namespace, key)));
+        std::hint::black_box(read.fold(0, |sum, entry| sum ^ entry));
     }
 
     pub(crate) fn get(&self, index: u32) -> &Block {
-        self.blocks.get(index as usize).expect("block numbers come from the table")
+        self.rows.get(index).expect("block numbers come from the table")
     }
 
     pub(crate) fn get_mut(&mut self, index: u32) -> &mut Block {
-        self.blocks.get_mut(index as usize).expect("block numbers come from the table")
+        self.rows.get_mut(index).expect("block numbers come from the table")
     }
 
     /// The entry, if it is in use.
     pub(crate) fn live(&self, index: u32) -> Option<&Block> {
-        let block = self.blocks.get(index as usize)?;
-        (self.map.get(&(block.namespace, block.key)) == Some(&index)).then_some(block)
+        self.rows.get(index).filter(|block| block.marks & LIVE != 0)
+    }
+
+    /// Where the block lies on nvme.
+    pub(crate) fn location(&self, index: u32) -> Option<Location> {
+        let block = self.get(index);
+        let spot = block.spot()?;
+        let plain =
+            Encoded { stored_bytes: block.raw_bytes, codec: Codec::Raw, stored_sum: block.raw_sum };
+        let aside = (!spot.plain).then(|| self.encoded.get(&index)).flatten();
+        let Encoded { stored_bytes, codec, stored_sum } = aside.copied().unwrap_or(plain);
+        let Spot { segment, index, offset, .. } = spot;
+        Some(Location { segment, index, offset, stored_bytes, codec, stored_sum })
+    }
+
+    /// The block lies there on nvme from now on.
+    pub(crate) fn set_on_nvme(&mut self, index: u32, location: Location) {
+        let Location { segment, index: at, offset, stored_bytes, codec, stored_sum } = location;
+        let block = self.get_mut(index);
+        let plain =
+            codec == Codec::Raw && stored_bytes == block.raw_bytes && stored_sum == block.raw_sum;
+        let spot = Spot { segment, index: at, offset, plain, hit: false };
+        block.nvme = NvmeCopy::Resident(spot);
+        if plain {
+            return;
+        }
+        self.encoded.insert(index, Encoded { stored_bytes, codec, stored_sum });
+    }
+
+    /// The block lies on nvme no more. Returns where it lay.
+    pub(crate) fn take_off_nvme(&mut self, index: u32) -> Option<Location> {
+        let location = self.location(index)?;
+        if self.get(index).spot().is_some_and(|spot| !spot.plain) {
+            self.encoded.remove(&index);
+        }
+        self.get_mut(index).nvme = NvmeCopy::Absent;
+        Some(location)
     }
 
     pub(crate) fn reference(&self, index: u32) -> BlockRef {
@@ -247,11 +446,12 @@ impl BlockTable {
 
     /// The entry of a key, made when there is none, with its parent (a ghost when unknown).
     pub(crate) fn find_or_insert(&mut self, new: &NewBlock) -> u32 {
-        if let Some(index) = self.find(new.namespace, &new.key) {
+        let hash = self.hash(new.namespace, &new.key);
+        if let Some(index) = self.find_hashed(hash, new.namespace, &new.key) {
             return index;
         }
         let parent = self.parent_of(new);
-        let index = self.entry(new);
+        let index = self.entry(new, hash);
         self.adopt(parent, index);
         index
     }
@@ -260,7 +460,8 @@ impl BlockTable {
         if new.parent == BlockKey::ROOT || new.parent == new.key {
             return NIL;
         }
-        if let Some(parent) = self.find(new.namespace, &new.parent) {
+        let hash = self.hash(new.namespace, &new.parent);
+        if let Some(parent) = self.find_hashed(hash, new.namespace, &new.parent) {
             return parent;
         }
         let ghost = NewBlock {
@@ -272,39 +473,37 @@ impl BlockTable {
             tokens: new.tokens,
             raw_bytes: new.raw_bytes,
         };
-        let index = self.entry(&ghost);
+        let index = self.entry(&ghost, hash);
         self.note_ghost(index);
         index
     }
 
-    fn entry(&mut self, new: &NewBlock) -> u32 {
+    fn entry(&mut self, new: &NewBlock, hash: u64) -> u32 {
         let mut block = Block {
-            namespace: new.namespace,
             key: new.key,
-            generation: new.generation,
+            namespace: new.namespace,
+            nvme: NvmeCopy::Absent,
+            host: HostCopy::Absent,
+            device: DeviceCopy::Absent,
+            raw_bytes: new.raw_bytes,
+            pins: 0,
+            used_at: 0,
+            used_tick: 0,
+            hits: 0,
+            orphan: false,
+            marks: LIVE,
             life: 0,
             parent: NIL,
             first_child: NIL,
             next_sibling: NIL,
             prev_sibling: NIL,
+            generation: new.generation,
             position: new.position,
             tokens: new.tokens,
-            raw_bytes: new.raw_bytes,
-            raw_sum: Sum128::default(),
-            device: DeviceCopy::Absent,
-            host: HostCopy::Absent,
-            nvme: NvmeCopy::Absent,
-            pins: 0,
-            hits: 0,
-            hits_written: 0,
-            used_at: Timestamp(0),
-            used_tick: 0,
             created_s: 0,
             conversation: 0,
             sequence: 0,
-            orphan: false,
-            queued: false,
-            reinsert: false,
+            raw_sum: Sum128::default(),
         };
         let index = match self.free.pop() {
             Some(index) => {
@@ -312,14 +511,9 @@ impl BlockTable {
                 *self.get_mut(index) = block;
                 index
             }
-            None => {
-                let index = self.index_end();
-                assert_ne!(index, NIL, "the table holds fewer than 2^32 blocks");
-                self.blocks.push(block);
-                index
-            }
+            None => self.rows.push(block),
         };
-        self.map.insert((new.namespace, new.key), index);
+        self.index.insert(hash, index);
         index
     }
 
@@ -385,14 +579,19 @@ impl BlockTable {
 
     /// Sets or clears `orphan` below a block, as far as it changes; calls back for each change.
     /// Below a ghost nothing is cleared.
-    pub(crate) fn mark_below(&mut self, index: u32, orphan: bool, mut changed: impl FnMut(&Block)) {
+    pub(crate) fn mark_below(
+        &mut self,
+        index: u32,
+        orphan: bool,
+        mut changed: impl FnMut(&BlockTable, u32),
+    ) {
         let mut todo: Vec<u32> = self.children(index).collect();
         while let Some(at) = todo.pop() {
             if self.get(at).orphan == orphan {
                 continue;
             }
             self.get_mut(at).orphan = orphan;
-            changed(self.get(at));
+            changed(self, at);
             if orphan || !self.get(at).is_ghost() {
                 todo.extend(self.children(at));
             }
@@ -407,14 +606,17 @@ impl BlockTable {
             let Some(block) = self.live(at) else {
                 break;
             };
-            if !block.is_ghost() || block.first_child != NIL || block.pins > 0 || block.queued {
+            if !block.is_ghost() || block.first_child != NIL || block.pins > 0 || block.is_queued()
+            {
                 break;
             }
             let parent = block.parent;
             self.unlink(at);
-            let block = self.get(at);
-            let key = (block.namespace, block.key);
-            self.map.remove(&key);
+            let block = self.get_mut(at);
+            block.mark(LIVE, false);
+            let (namespace, key) = (block.namespace, block.key);
+            let removed = self.index.remove(self.hash(namespace, &key), at);
+            assert!(removed, "block {at} was in use and not in the index");
             self.free.push(at);
             at = parent;
         }
@@ -443,7 +645,7 @@ impl BlockTable {
 
     /// The oldest ghost, when there are more noted ghosts than half of all entries (and 1,024).
     pub(crate) fn surplus_ghost(&mut self) -> Option<u32> {
-        while self.ghosts.len() > 1024.max(self.map.len() / 2) {
+        while self.ghosts.len() > 1024.max(self.index.len() / 2) {
             let ghost = self.ghosts.pop_front()?;
             if let Some(index) = self.resolve(ghost)
                 && self.get(index).is_ghost()
