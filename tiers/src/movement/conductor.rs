@@ -1,11 +1,10 @@
-//! The thread that owns the catalog: takes requests and completions in, hands actions out.
+//! What owns the catalog: takes requests and completions in, hands actions out.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::{Receiver, Sender, select};
+use crossbeam::channel::{Receiver, Sender};
 
 use super::gpus::{Closed, Gpus, Place, RegisterError, Registered};
 use super::node::Notify;
@@ -82,7 +81,7 @@ pub(super) struct Device {
     pub(super) reads: Reads,
 }
 
-/// The thread's state.
+/// The catalog and all that its actions need. Used by one thread at a time (`Inbox`).
 pub(super) struct Conductor {
     pub(super) catalog: Catalog,
     pub(super) started: Instant,
@@ -102,62 +101,40 @@ pub(super) struct Conductor {
     pub(super) backlog: VecDeque<NvmeJob>,
     /// The thread that unmaps regions.
     pub(super) reaper: Sender<Arc<Region>>,
-    pub(super) alive: Alive,
-}
-
-/// Says that the catalog's thread has ended, however it ends.
-pub(super) struct Alive(pub(super) Arc<AtomicBool>);
-
-impl Drop for Alive {
-    fn drop(&mut self) {
-        self.0.store(false, Ordering::Release);
-    }
+    pub(super) last_tick: Instant,
+    /// Nothing more is taken in.
+    pub(super) stopping: bool,
 }
 
 impl Conductor {
-    /// Runs until told to stop; gives the devices back, so that they can be stopped in order.
-    pub(super) fn run(mut self) -> (Option<Device>, Gpus) {
-        let mut last_tick = Instant::now();
-        loop {
-            if !self.take_signals() {
-                break;
-            }
-            if last_tick.elapsed() >= TICK {
-                last_tick = Instant::now();
-                self.event(Event::Tick);
-            }
-            if let Ok(ask) = self.asks.try_recv() {
-                // What was signalled before the request was sent comes first.
-                if !self.take_signals() {
-                    (ask.answer)(Reply::Busy(Limit::Draining));
-                    break;
-                }
-                self.ask(ask);
-                continue;
-            }
-            let wait = TICK.saturating_sub(last_tick.elapsed());
-            let (signals, asks) = (self.signals.clone(), self.asks.clone());
-            select! {
-                recv(signals) -> signal => {
-                    if !signal.is_ok_and(|signal| self.signal(signal)) {
-                        break;
-                    }
-                }
-                recv(asks) -> ask => match ask {
-                    Ok(ask) => {
-                        if !self.take_signals() {
-                            (ask.answer)(Reply::Busy(Limit::Draining));
-                            break;
-                        }
-                        self.ask(ask);
-                    }
-                    // All handles are gone; the stop signal follows.
-                    Err(_) => std::thread::sleep(wait.min(Duration::from_millis(1))),
-                },
-                default(wait) => {}
-            }
+    /// Takes in all that waits, requests as well. `false`: stop.
+    pub(super) fn catch_up(&mut self) -> bool {
+        if !self.take_signals() {
+            return false;
         }
-        self.alive.0.store(false, Ordering::Release);
+        if self.last_tick.elapsed() >= TICK {
+            self.last_tick = Instant::now();
+            self.event(Event::Tick);
+        }
+        for _ in 0..self.asks.len() {
+            let Ok(ask) = self.asks.try_recv() else { return true };
+            // What was signalled before the request was sent comes first.
+            if !self.take_signals() {
+                (ask.answer)(Reply::Busy(Limit::Draining));
+                return false;
+            }
+            self.ask(ask);
+        }
+        true
+    }
+
+    /// How long time may stand still for the catalog.
+    pub(super) fn until_tick(&self) -> Duration {
+        TICK.saturating_sub(self.last_tick.elapsed())
+    }
+
+    /// Answers all that waits, and gives the devices back, so that they can be stopped in order.
+    pub(super) fn end(mut self) -> (Option<Device>, Gpus) {
         for (_, answer) in self.answers.drain() {
             answer(Reply::Busy(Limit::Draining));
         }
@@ -173,18 +150,14 @@ impl Conductor {
         self.gpus.flush();
         for _ in 0..self.signals.len() {
             match self.signals.try_recv() {
-                Ok(signal) => {
-                    if !self.signal(signal) {
-                        return false;
-                    }
-                }
-                Err(_) => return true,
+                Ok(signal) => self.signal(signal),
+                Err(_) => break,
             }
         }
-        true
+        !self.stopping
     }
 
-    fn signal(&mut self, signal: Signal) -> bool {
+    pub(super) fn signal(&mut self, signal: Signal) {
         match signal {
             Signal::Event(event) => {
                 if let Event::Gathered { op, .. }
@@ -208,7 +181,7 @@ impl Conductor {
             }
             Signal::OpenRegion { session, region, memory } => {
                 if !self.sessions.contains_key(&session) {
-                    return true;
+                    return;
                 }
                 let places = memory.places();
                 let block_bytes = u32::try_from(memory.block_bytes()).unwrap_or(u32::MAX);
@@ -234,9 +207,8 @@ impl Conductor {
                 self.bury(|id, owner| id == region && owner == session);
                 self.gpus.close(session, region, closed);
             }
-            Signal::Stop => return false,
+            Signal::Stop => self.stopping = true,
         }
-        true
     }
 
     /// Lets go of regions. Unmapping the last of a dead client's memory can take long, so that a
@@ -255,7 +227,7 @@ impl Conductor {
         }
     }
 
-    fn ask(&mut self, ask: Ask) {
+    pub(super) fn ask(&mut self, ask: Ask) {
         self.next_ask += 1;
         let id = AskId(self.next_ask);
         self.answers.insert(id, ask.answer);

@@ -2,15 +2,16 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crossbeam::channel::{Sender, bounded, unbounded};
 
-use super::conductor::{Alive, Ask, Conductor, Device, Reads, Signal};
+use super::conductor::{Ask, Conductor, Device, Reads, Signal};
 use super::gpus::{self, Closed, DeviceFacts, GpuRegion, Gpus, RegisterError};
+use super::inbox::Inbox;
 use super::pool::{Job, Pool, PoolSender, Shared};
 use super::{NodeConfig, NodeReport, NvmeConfig, NvmeReport, RetireNamespace};
 use crate::block::{GpuOrder, NamespaceId};
@@ -31,7 +32,7 @@ const REQUESTS_MAX: usize = 4096;
 /// How long a stop waits for a GPU.
 const GPU_STOP: Duration = Duration::from_secs(5);
 
-/// Called once for each ticket that ends, from the catalog's thread. Must not block.
+/// Called once for each ticket that ends, from any thread. Must not block, nor ask the node.
 pub type Notify = Arc<dyn Fn(TicketId, Vec<Outcome>) + Send + Sync>;
 
 /// Why a node did not start.
@@ -89,7 +90,7 @@ pub struct StopReport {
 /// A running node. Dropping it without [`Node::stop`] is like a crash, but for the memory.
 pub struct Node {
     handle: NodeHandle,
-    conductor: JoinHandle<(Option<Device>, Gpus)>,
+    conductor: JoinHandle<Option<(Option<Device>, Gpus)>>,
     pool: Pool,
     shared: Arc<Shared>,
 }
@@ -99,8 +100,7 @@ pub struct Node {
 pub struct NodeHandle(Arc<Handle>);
 
 struct Handle {
-    asks: Sender<Ask>,
-    signals: Sender<Signal>,
+    inbox: Arc<Inbox>,
     limits: Limits,
     next_session: AtomicU64,
     next_region: AtomicU64,
@@ -111,7 +111,6 @@ struct Handle {
     nvme: Option<NvmeFacts>,
     devices: Vec<DeviceFacts>,
     devices_off: Option<String>,
-    alive: Arc<AtomicBool>,
 }
 
 /// A region of a session.
@@ -162,21 +161,21 @@ impl Node {
         // As many signals as operations, sessions and regions may be under way: all are limited.
         let (signals, signal_source) = unbounded();
         let jobs_max = config.limits.blocks_in_flight + REQUESTS_MAX;
-        let to_catalog = signals.clone();
-        let done = move |event| drop(to_catalog.send(Signal::Event(event)));
+        let inbox = Arc::new(Inbox::new(asks, signals.clone()));
+        let to_catalog = Arc::clone(&inbox);
+        let done = move |event| to_catalog.completed(event);
         let pool = Pool::start(config.copy_threads, jobs_max, &shared, done)
             .map_err(|source| StartError::Io { what: "copy threads", source })?;
         let wiring = Wiring { arena: &arena, signals: &signals, pool: pool.sender() };
         let start = |(opened, nvme)| start_device(opened, nvme, recovered_blocks, wiring, &shared);
         let (device, facts) = opened.zip(config.nvme.as_ref()).map(start).transpose()?.unzip();
         let (gpus, devices) = gpus::start(&config.devices, &shared, &signals);
-        let alive = Arc::new(AtomicBool::new(true));
         let reaper = start_reaper()?;
         let conductor = Conductor {
             catalog,
             started: Instant::now(),
-            asks: ask_source,
-            signals: signal_source,
+            asks: ask_source.clone(),
+            signals: signal_source.clone(),
             refused: Vec::new(),
             pool: pool.sender(),
             shared: Arc::clone(&shared),
@@ -188,15 +187,16 @@ impl Node {
             regions: HashMap::new(),
             backlog: VecDeque::new(),
             reaper,
-            alive: Alive(Arc::clone(&alive)),
+            last_tick: Instant::now(),
+            stopping: false,
         };
+        let theirs = Arc::clone(&inbox);
         let conductor = std::thread::Builder::new()
             .name("kvtide-catalog".into())
-            .spawn(move || conductor.run())
+            .spawn(move || theirs.run(conductor, &ask_source, &signal_source))
             .map_err(|source| StartError::Io { what: "catalog thread", source })?;
         let handle = NodeHandle(Arc::new(Handle {
-            asks,
-            signals,
+            inbox,
             limits: config.limits,
             next_session: AtomicU64::new(0),
             next_region: AtomicU64::new(0),
@@ -206,7 +206,6 @@ impl Node {
             nvme: facts,
             devices,
             devices_off,
-            alive,
         }));
         Ok(Node { handle, conductor, pool, shared })
     }
@@ -219,10 +218,10 @@ impl Node {
     /// Stops: what is under way ends, descriptors are committed, the store is marked clean. Dirty
     /// blocks are lost unless a drain came first. Blocks.
     pub fn stop(self) -> StopReport {
-        drop(self.handle.0.signals.send(Signal::Stop));
+        self.handle.0.inbox.signal(Signal::Stop);
         let (device, gpus) = match self.conductor.join() {
-            Ok((device, gpus)) => (device, gpus.into_workers()),
-            Err(_) => {
+            Ok(Some((device, gpus))) => (device, gpus.into_workers()),
+            Ok(None) | Err(_) => {
                 tracing::error!("the catalog's thread panicked");
                 (None, Vec::new())
             }
@@ -622,24 +621,18 @@ impl NodeHandle {
     /// Whether the catalog's thread lives. Once it does not, all is answered `Busy`, and the
     /// process had better be started anew.
     pub fn is_alive(&self) -> bool {
-        self.0.alive.load(Ordering::Acquire)
+        self.0.inbox.is_alive()
     }
 
-    /// Asks the catalog. `answer` is called exactly once, at once with `Busy` when too many
-    /// requests wait; otherwise from the catalog's thread, where it must not block.
+    /// Asks the catalog. `answer` is called exactly once, on this or another thread, where it must
+    /// not block, nor ask; with `Busy` when too many requests wait.
     pub fn ask(
         &self,
         session: SessionId,
         request: Request,
         answer: impl FnOnce(Reply) + Send + 'static,
     ) {
-        let ask = Ask { session, request, answer: Box::new(answer) };
-        if !self.0.alive.load(Ordering::Acquire) {
-            return (ask.answer)(Reply::Busy(Limit::Draining));
-        }
-        if let Err(refused) = self.0.asks.try_send(ask) {
-            (refused.into_inner().answer)(Reply::Busy(Limit::Requests));
-        }
+        self.0.inbox.ask(Ask { session, request, answer: Box::new(answer) });
     }
 
     /// What the node got from the machine and found in its store.
@@ -669,8 +662,6 @@ impl NodeHandle {
     }
 
     fn signal(&self, signal: Signal) {
-        if self.0.signals.send(signal).is_err() {
-            tracing::debug!("the node has stopped");
-        }
+        self.0.inbox.signal(signal);
     }
 }

@@ -39,12 +39,14 @@ use crate::segment::StoreGeometry;
 pub struct NvmeOptions {
     /// Most jobs taken and not yet answered. Default: 4096.
     pub jobs_max: usize,
-    /// Most bytes of reads in flight. Default: 32 MiB. One read is always let through.
+    /// Most bytes of reads in flight. Default: 8 MiB. One read is always let through. A drive that
+    /// is given many at once ends them all late; with few, the first ones are verified and copied
+    /// while the next are read.
     pub read_bytes_max: u64,
-    /// Most bytes of writes in flight. Default: 16 MiB. One write is always let through.
+    /// Most bytes of writes in flight. Default: 8 MiB. One write is always let through.
     pub write_bytes_max: u64,
     /// The same while reads are in flight, so that a read waits for few writes only. Default:
-    /// 8 MiB.
+    /// 4 MiB.
     pub write_bytes_beside_reads: u64,
     /// Descriptors of one segment that are committed at the latest. Default: 32.
     pub commit_descriptors: u32,
@@ -58,9 +60,9 @@ impl Default for NvmeOptions {
     fn default() -> NvmeOptions {
         NvmeOptions {
             jobs_max: 4096,
-            read_bytes_max: 32 << 20,
-            write_bytes_max: 16 << 20,
-            write_bytes_beside_reads: 8 << 20,
+            read_bytes_max: 8 << 20,
+            write_bytes_max: 8 << 20,
+            write_bytes_beside_reads: 4 << 20,
             commit_descriptors: 32,
             commit_delay: Duration::from_millis(100),
             stop_timeout: Duration::from_secs(10),

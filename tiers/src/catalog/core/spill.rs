@@ -21,8 +21,9 @@ const TRICKLE_S: u64 = 60;
 /// Most bytes that are written down in a second for no other reason than their age.
 const TRICKLE_BYTES_MAX: u64 = 256 << 20;
 
-/// Most bytes of writes under way while the drive is merely free: enough to keep it busy, and few
-/// enough for a read that comes to wait for little.
+/// Most bytes of writes under way when half of host RAM is dirty and the drive is free: enough to
+/// keep it busy, and few enough for a read that comes to wait for little. A burst of less than half
+/// of host RAM goes on without sharing the memory's bandwidth with the drive.
 const EAGER_BYTES_MAX: u64 = 8 << 20;
 
 impl Catalog {
@@ -60,16 +61,17 @@ impl Catalog {
         }
     }
 
-    /// Most bytes of writes that may be under way now; and whether only because the drive is free,
-    /// not because too little of the arena is free or clean, nobody asks for anything, blocks have
-    /// waited long, or a drain is under way.
+    /// Most bytes of writes that may be under way now; and whether only because much is dirty and
+    /// the drive is free, not because too little of the arena is free or clean, nobody asks for
+    /// anything, blocks have waited long, or a drain is under way.
     fn write_bytes_allowed(&self) -> (u64, bool) {
         let most = self.nvme.as_ref().map_or(0, |nvme| nvme.shape.write_bytes_in_flight);
         if self.must_write_down() {
             return (most, false);
         }
-        let free = self.config.idle_ms > 0 && self.flow.reads == 0;
-        (if free { most.min(EAGER_BYTES_MAX) } else { 0 }, true)
+        let half = self.host.dirty_bytes > self.host.tier.slots.capacity_bytes() / 2;
+        let eager = half && self.config.idle_ms > 0 && self.flow.reads == 0;
+        (if eager { most.min(EAGER_BYTES_MAX) } else { 0 }, true)
     }
 
     fn must_write_down(&self) -> bool {

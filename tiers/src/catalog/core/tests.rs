@@ -656,31 +656,33 @@ fn thousands_of_cold_pins_do_not_stop_eviction() {
 }
 
 #[test]
-fn blocks_are_written_down_while_nothing_is_read() {
+fn half_of_ram_is_kept_clean_while_nothing_is_read() {
     let mut config = config(40, true);
     config.idle_ms = 200;
     let mut edge = Edge::new(config);
-    for number in 0..6 {
+    for number in 0..8 {
         edge.store(&chain(number, 8), 0);
-        assert_eq!(edge.stats().dirty_blocks, 0, "chain {number}");
+        // Up to four writes were under way when there was less than half again.
+        let (dirty, all) = (edge.stats().dirty_blocks, 8 * (u64::from(number) + 1));
+        assert!(dirty == all || (17..=20).contains(&dirty), "chain {number}: {dirty}");
     }
     // The first chain is on nvme only. While it is read, nothing is written.
     edge.delay = true;
     let keys = chain(0, 8);
     let found = edge.lookup(keys.clone(), 1000);
     edge.load(&keys, found.lease.unwrap());
-    let writes = edge.writes;
+    let (writes, dirty) = (edge.writes, edge.stats().dirty_blocks);
     edge.store(&chain(9, 4), 0);
     while edge.catalog.flow.gathers > 0 {
         let at = edge.waiting.iter().position(|event| matches!(event, Event::Gathered { .. }));
         let event = edge.waiting.remove(at.unwrap()).unwrap();
         edge.apply(event);
     }
-    assert_eq!(edge.stats().dirty_blocks, 4);
+    assert_eq!(edge.stats().dirty_blocks, dirty + 4);
     assert_eq!(edge.writes, writes);
     edge.delay = false;
     edge.event(Event::Tick);
-    assert_eq!(edge.stats().dirty_blocks, 0);
+    assert!(edge.stats().dirty_blocks <= 20);
 }
 
 /// Blocks below the watermark stayed in RAM for as long as clients never paused. Those that may be
