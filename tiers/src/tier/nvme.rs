@@ -43,7 +43,7 @@ pub struct NvmeOptions {
     /// is given many at once ends them all late; with few, the first ones are verified and copied
     /// while the next are read.
     pub read_bytes_max: u64,
-    /// Most bytes of writes in flight. Default: 8 MiB. One write is always let through.
+    /// Most bytes of writes in flight. Default: 16 MiB. One write is always let through.
     pub write_bytes_max: u64,
     /// The same while reads are in flight, so that a read waits for few writes only. Default:
     /// 4 MiB.
@@ -61,7 +61,7 @@ impl Default for NvmeOptions {
         NvmeOptions {
             jobs_max: 4096,
             read_bytes_max: 8 << 20,
-            write_bytes_max: 8 << 20,
+            write_bytes_max: 16 << 20,
             write_bytes_beside_reads: 4 << 20,
             commit_descriptors: 32,
             commit_delay: Duration::from_millis(100),
