@@ -60,8 +60,8 @@ pub fn run_daemon(args: impl Iterator<Item = OsString>) -> ExitCode {
     }
 }
 
-/// Threads that serve calls. They only carry questions to the catalog's one thread and answers back,
-/// and each more of them is one more to be woken for nothing.
+/// Threads that serve calls. They only carry questions to the catalog and answers back, and each
+/// more of them is one more to be woken for nothing.
 fn serve_threads() -> usize {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     (cores / 4).clamp(1, 4)

@@ -11,8 +11,11 @@ use std::{
 use anyhow::{Context, bail, ensure};
 use clap::Args;
 use futures::{StreamExt, stream::FuturesUnordered};
-use kvtide_client::{BlockKey, ClientConfig, NamespaceHandle, Outcome, RegionLayout, blocking};
+use kvtide_client::{
+    BlockKey, Client, ClientConfig, NamespaceHandle, Outcome, RegionLayout, blocking,
+};
 use serde_json::{Value, json};
+use tokio::runtime::Runtime;
 
 use super::{catalog::key, percentile};
 use crate::{
@@ -78,10 +81,13 @@ impl Calls {
     }
 }
 
-/// One client's connection.
+/// One client's connections: one blocking, and one on a runtime of its own thread.
 struct Looker {
     client: blocking::Client,
     namespace: NamespaceHandle,
+    runtime: Runtime,
+    pipelined: Client,
+    opened: NamespaceHandle,
 }
 
 /// The keys of the prefixes.
@@ -95,9 +101,15 @@ impl Looker {
         let mut config = ClientConfig::new(daemon.spec().socket());
         config.call_timeout = CALL_MAX;
         config.connect_timeout = CALL_MAX;
-        let client = blocking::Client::connect(config)?;
+        let client = blocking::Client::connect(config.clone())?;
         let namespace = client.open_namespace(&bench_namespace(BLOCK_BYTES))?;
-        Ok(Looker { client, namespace })
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let (pipelined, opened) = runtime.block_on(async {
+            let pipelined = Client::connect(config).await?;
+            let opened = pipelined.open_namespace(&bench_namespace(BLOCK_BYTES)).await?;
+            anyhow::Ok((pipelined, opened))
+        })?;
+        Ok(Looker { client, namespace, runtime, pipelined, opened })
     }
 
     /// Stores all prefixes.
@@ -149,8 +161,8 @@ impl Looker {
                 let keys = next.next().context("there are prefixes")?;
                 under_way.push(async move {
                     let started = Instant::now();
-                    let asked = [(&self.namespace, &keys[..])];
-                    let found = self.client.as_async().try_lookup(&asked, Duration::ZERO).await;
+                    let asked = [(&self.opened, &keys[..])];
+                    let found = self.pipelined.try_lookup(&asked, Duration::ZERO).await;
                     (found, started.elapsed())
                 });
             }
@@ -254,7 +266,7 @@ pub(super) fn measure(args: &ClientsArgs) -> anyhow::Result<Value> {
         let blocking = all(&lookers, length, |looker, end| looker.blocking(&prefixes, end))?;
         daemon_cpu_s += cpu() - before;
         let pipelined = all(&lookers, length, |looker, end| {
-            futures::executor::block_on(looker.pipelined(&prefixes, end))
+            looker.runtime.block_on(looker.pipelined(&prefixes, end))
         })?;
         let raw = all(&lookers, length, |_, end| raw(end))?;
         for (sum, calls) in sums.iter_mut().zip([blocking, pipelined, raw]) {

@@ -190,8 +190,8 @@ mod tests {
         };
         let status = StatusReport { codecs: vec![report], ..StatusReport::default() };
         let text = text(&status, &StatsReply::default());
-        let wanted = "- namespace 3: raw (auto): lz4 saves 16.0 % of the bytes and 0.11 s of reading \
-                      a GB, and decoding takes 0.40 s\n";
+        let wanted = "- namespace 3: raw (auto): lz4 saves 16.0 % of the bytes and 0.11 s of \
+                      reading a GB, and decoding takes 0.40 s\n";
         assert!(text.contains(wanted), "{text}");
     }
 
