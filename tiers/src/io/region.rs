@@ -146,6 +146,9 @@ impl Region {
                 // What is hashed is our copy, and what is kept is a copy of that.
                 if streams && let Some(near) = near.0.get_mut(..chunk.len()) {
                     self.memory.read_at(at, near)?;
+                    // It comes while this one is hashed.
+                    let left = offset + len as u64 - at - near.len() as u64;
+                    self.memory.prefetch(at + near.len() as u64, CHUNK_BYTES.min(left as usize));
                     sum.write(near);
                     stream_copy(near, chunk);
                 } else {

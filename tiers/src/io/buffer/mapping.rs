@@ -9,7 +9,7 @@ use std::os::fd::BorrowedFd;
 
 use memmap2::{Advice, MmapOptions, MmapRaw};
 
-use super::stream::stream;
+use super::stream::{prefetch, stream};
 
 /// Bytes of a huge page.
 #[cfg(feature = "store")]
@@ -95,6 +95,13 @@ impl Mapping {
             std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), out.len());
         }
         true
+    }
+
+    /// Asks for a range to be brought into the nearest cache, if it is in the mapping.
+    pub(crate) fn prefetch(&self, offset: u64, len: usize) {
+        if self.holds(offset, len) {
+            prefetch(self.base().wrapping_add(offset as usize), len);
+        }
     }
 
     /// Copies bytes in, past the caches. `false` when the range is not in the mapping.

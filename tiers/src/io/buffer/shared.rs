@@ -96,6 +96,11 @@ impl SharedMemory {
         Err(self.out_of_range(offset, bytes.len()))
     }
 
+    /// Asks for bytes that are read soon; only a hint.
+    pub fn prefetch(&self, offset: u64, len: usize) {
+        self.mapping.prefetch(offset, len);
+    }
+
     /// Fills `out` from `offset`.
     ///
     /// # Errors

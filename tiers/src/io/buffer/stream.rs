@@ -38,6 +38,14 @@ pub(crate) unsafe fn stream(from: *const u8, to: *mut u8, len: usize) {
     }
 }
 
+/// Asks for `len` bytes from `from` on to be brought into the nearest cache. Only a hint: any
+/// address will do, and nothing is read that can be seen.
+pub(crate) fn prefetch(from: *const u8, len: usize) {
+    for at in (0..len).step_by(lines::LINE_BYTES) {
+        lines::prefetch(from.wrapping_add(at));
+    }
+}
+
 #[cfg(target_arch = "x86_64")]
 mod lines {
     use std::arch::x86_64::{
@@ -49,6 +57,12 @@ mod lines {
 
     /// How far ahead the source is asked for.
     const AHEAD_BYTES: usize = 512;
+
+    /// Asks for one line.
+    pub(super) fn prefetch(line: *const u8) {
+        // SAFETY: SSE is part of x86-64, and a prefetch may name any address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.cast()) };
+    }
 
     /// Copies whole lines with SSE2's non-temporal stores, which every x86-64 has, then orders them
     /// before all stores that follow (they are ordered with nothing else).
@@ -79,6 +93,9 @@ mod lines {
 mod lines {
     /// Bytes of a cache line.
     pub(super) const LINE_BYTES: usize = 64;
+
+    /// Stable Rust has no such hint here.
+    pub(super) fn prefetch(_line: *const u8) {}
 
     /// Stable Rust has no non-temporal stores here.
     ///
