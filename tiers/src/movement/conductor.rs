@@ -107,14 +107,27 @@ pub(super) struct Conductor {
 }
 
 impl Conductor {
-    /// Takes in all that waits, requests as well. `false`: stop.
-    pub(super) fn catch_up(&mut self) -> bool {
+    /// Takes in what was signalled, and the time that passed. `false`: stop.
+    pub(super) fn advance(&mut self) -> bool {
         if !self.take_signals() {
             return false;
         }
         if self.last_tick.elapsed() >= TICK {
             self.last_tick = Instant::now();
             self.event(Event::Tick);
+        }
+        true
+    }
+
+    /// Whether no request waits.
+    pub(super) fn is_caught_up(&self) -> bool {
+        self.asks.is_empty()
+    }
+
+    /// Takes in all that waits, requests as well. `false`: stop.
+    pub(super) fn catch_up(&mut self) -> bool {
+        if !self.advance() {
+            return false;
         }
         for _ in 0..self.asks.len() {
             let Ok(ask) = self.asks.try_recv() else { return true };

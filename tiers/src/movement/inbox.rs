@@ -1,12 +1,13 @@
 //! The way to the catalog, which one thread uses at a time.
 //!
 //! Requests and completions are queued for the catalog's thread. But whoever brings one while
-//! nobody is at the catalog takes in what waits, and then its own, at once: waking another thread
-//! for a few microseconds of work, and being woken by it, takes ten times as long as the work.
+//! nobody is at the catalog takes it in at once: waking another thread for a few microseconds of
+//! work, and being woken by it, takes ten times as long as the work. Requests that may walk the
+//! whole table are left to the catalog's thread, so that none that serves or copies is held up.
 //!
 //! Order: what was signalled before a request was made is taken in before it, and requests are
-//! taken in the order in which they were made; whoever is at the catalog empties the queues first,
-//! and the catalog's thread takes nothing out of them before it is at the catalog.
+//! taken in the order in which they were made: none is taken in at once while others wait, and the
+//! catalog's thread takes nothing out of the queues before it is at the catalog.
 //!
 //! Lock order: nobody who holds another lock of this crate or of a caller may call [`Inbox::ask`]
 //! or [`Inbox::completed`], because answers are given in them. [`Inbox::signal`] only queues.
@@ -19,7 +20,7 @@ use crossbeam::channel::{Receiver, Select, Sender, TrySendError};
 
 use super::conductor::{Ask, Conductor, Device, Signal};
 use super::gpus::Gpus;
-use crate::catalog::{Event, Limit, Reply};
+use crate::catalog::{Event, Limit, Reply, Request};
 
 /// The catalog's place, and the queues in front of it.
 pub(super) struct Inbox {
@@ -48,6 +49,19 @@ enum Place<'a> {
     Lost,
 }
 
+/// Whether a request takes time by the keys that it names, and not by the blocks there are.
+fn is_brief(request: &Request) -> bool {
+    !matches!(
+        request,
+        Request::Forget(_)
+            | Request::ReportBad { .. }
+            | Request::Inspect(_)
+            | Request::Stats
+            | Request::Codecs
+            | Request::Drain
+    )
+}
+
 impl Inbox {
     pub(super) fn new(asks: Sender<Ask>, signals: Sender<Signal>) -> Inbox {
         let alive = Arc::new(AtomicBool::new(true));
@@ -65,8 +79,11 @@ impl Inbox {
         }
         match self.place() {
             Place::Free(mut place) => {
-                if let Some(conductor) = place.as_mut() {
-                    if conductor.catch_up() {
+                if let Some(conductor) = place.as_mut()
+                    && is_brief(&ask.request)
+                    && conductor.is_caught_up()
+                {
+                    if conductor.advance() {
                         return conductor.ask(ask);
                     }
                     return (ask.answer)(Reply::Busy(Limit::Draining));
@@ -87,7 +104,7 @@ impl Inbox {
         if let Place::Free(mut place) = self.place()
             && let Some(conductor) = place.as_mut()
         {
-            if conductor.catch_up() {
+            if conductor.advance() {
                 conductor.signal(Signal::Event(event));
             }
             return;
