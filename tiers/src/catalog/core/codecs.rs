@@ -118,14 +118,11 @@ impl Catalog {
 
     /// The codec for the next block of the namespace that is written, and whether it is a trial.
     pub(super) fn codec_for(&mut self, namespace: NamespaceId) -> (Codec, bool) {
-        let Some(info) = self.namespaces.get(&namespace) else {
-            return (Codec::Raw, false);
-        };
-        match info.codec {
-            CodecChoice::Raw => (Codec::Raw, false),
-            _ if !info.element.is_16_bit() => (Codec::Raw, false),
-            CodecChoice::Lz4 => (Codec::Lz4, false),
-            CodecChoice::Auto => {
+        let choice = self.namespaces.get(&namespace).map(|info| info.codec);
+        match choice.filter(|_| self.may_be_encoded(namespace)) {
+            None | Some(CodecChoice::Raw) => (Codec::Raw, false),
+            Some(CodecChoice::Lz4) => (Codec::Lz4, false),
+            Some(CodecChoice::Auto) => {
                 let known = self.codecs.entry(namespace).or_default();
                 let trial = known.writes < TRIAL_BLOCKS || known.writes.is_multiple_of(TRIAL_EVERY);
                 known.writes += 1;
