@@ -36,7 +36,8 @@ pub use handles::{Hit, Lease, Lookup, NamespaceHandle, Ticket};
 pub use hello::SessionLimits;
 pub use kvtide_tiers::block::{
     BlockKey, Codec, ElementType, GPU_EVENTS_MAX, GpuOrder, GpuUuid, IpcHandle, KvLayout, Model,
-    Namespace, NamespaceId, NamespaceKey, Plane, RankScope, RegionLayout,
+    Namespace, NamespaceId, NamespaceKey, Narrow, NarrowShape, Narrowed, Plane, PlaneOrder,
+    RankScope, RegionLayout, Wide,
 };
 pub use kvtide_tiers::catalog::{
     CatalogStats, InspectPage, InspectRow, LeaseId, LoadBlock, MissReason, Outcome, PinId,

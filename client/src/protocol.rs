@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use serde_bytes::ByteBuf;
 
 /// The version of hello and messages that this library speaks.
-pub const PROTOCOL_VERSION: u16 = 3;
+pub const PROTOCOL_VERSION: u16 = 4;
 
 /// Bytes of the largest frame that either side accepts.
 pub const FRAME_BYTES_MAX: usize = 4 << 20;

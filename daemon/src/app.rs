@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use kvtide_client::protocol::{CallError, NamespaceRow, NamespaceSpec, OpenedNamespace};
-use kvtide_tiers::block::{NamespaceId, NamespaceKey};
+use kvtide_tiers::block::{NamespaceId, NamespaceKey, NarrowShape};
 use kvtide_tiers::catalog::{
     CatalogStats, CodecChoice, Limits, NamespaceInfo, Reply, Request, SessionId, TenantId,
 };
@@ -317,6 +317,7 @@ fn namespace_info(tenants: &Tenants, entry: &NamespaceEntry) -> NamespaceInfo {
         tenant,
         codec,
         element: entry.namespace.layout.element,
+        narrow: NarrowShape::of(&entry.namespace.layout),
     }
 }
 

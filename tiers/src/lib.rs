@@ -17,6 +17,8 @@ pub mod io;
 #[cfg(feature = "store")]
 pub mod movement;
 #[cfg(feature = "store")]
+pub mod narrow;
+#[cfg(feature = "store")]
 pub mod segment;
 #[cfg(feature = "store")]
 pub mod tier;

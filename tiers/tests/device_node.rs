@@ -103,6 +103,7 @@ impl Engine {
             tenant: TenantId(1),
             codec: CodecChoice::Raw,
             element: ElementType::Bf16,
+            narrow: None,
         });
         let (send, tickets) = mpsc::channel();
         let notify = Arc::new(move |ticket, outcomes| drop(send.send((ticket, outcomes))));

@@ -9,7 +9,9 @@
 
 use std::fmt::Write;
 
-use kvtide_tiers::block::{BlockKey, Codec, Descriptor, ElementType, NamespaceId, Place, Sum128};
+use kvtide_tiers::block::{
+    BlockKey, Codec, Descriptor, ElementType, NamespaceId, Narrow, Place, Sum128,
+};
 use kvtide_tiers::codec;
 use kvtide_tiers::segment::{SegmentHeader, StoreGeometry, Superblock};
 
@@ -44,6 +46,7 @@ fn descriptor() -> (Descriptor, Place) {
     let place = Place::Segment { salt: SALT, segment: 0x3132_3334, sequence: SEQUENCE };
     let descriptor = Descriptor {
         codec: Codec::Lz4,
+        narrow: None,
         namespace: NamespaceId(0x0b0b_0b01),
         generation: 0x0b0b_0b02,
         key: BlockKey(std::array::from_fn(|at| 0xc0 + at as u8)),
@@ -94,6 +97,8 @@ fn known_values_encode_to_the_fixtures() {
     compare("superblock_v1", &superblock().encode());
     compare("segment_header_v1", &header().encode(SALT));
     compare("descriptor_v1", &descriptor.encode(place));
+    let narrowed = Descriptor { codec: Codec::Raw, narrow: Some(Narrow::Fp8), ..descriptor };
+    compare("descriptor_v2", &narrowed.encode(place));
     let raw: Vec<u8> = (0..128u8).flat_map(|at| [at.wrapping_mul(37), 0x3f]).collect();
     // Another release of the compressor may find other matches, so this one is decoded.
     let fixture = read("lz4_bf16_v1");
@@ -187,8 +192,8 @@ fn the_descriptor_table_of_format_md_is_true() {
         &bytes,
         &[
             ("magic", b"KVTd"),
-            ("version", &[1]),
             ("codec", &[1]),
+            ("narrow", &[0]),
             ("namespace", &three.namespace.0.to_le_bytes()),
             ("generation", &three.generation.to_le_bytes()),
             ("key", &three.key.0),

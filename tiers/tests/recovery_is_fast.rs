@@ -32,6 +32,7 @@ fn a_million_descriptors() {
             key[..8].copy_from_slice(&written.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes());
             let descriptor = Descriptor {
                 codec: Codec::Raw,
+                narrow: None,
                 namespace: NamespaceId(1),
                 generation: 0,
                 key: BlockKey(key),

@@ -28,6 +28,9 @@ use crate::{
     units::show_count,
 };
 
+/// Most blocks that are put into host RAM as well: 2 TiB of RAM, if they had 2 MiB each.
+const HOST_BLOCKS_MAX: u64 = 1_000_000;
+
 /// Arguments of `scale`.
 #[derive(Args, Clone, Debug)]
 pub struct ScaleArgs {
@@ -148,8 +151,9 @@ fn parts(args: &ScaleArgs, scratch: &Scratch) -> Vec<Part> {
     };
     let mut parts = Vec::new();
     for blocks in pick(&args.blocks, 4..=7) {
-        for host in [false, true] {
-            parts.push(Part::Catalog(catalog::CatalogArgs { blocks, host }));
+        parts.push(Part::Catalog(catalog::CatalogArgs { blocks, host: false }));
+        if blocks <= HOST_BLOCKS_MAX {
+            parts.push(Part::Catalog(catalog::CatalogArgs { blocks, host: true }));
         }
     }
     let folder = scratch.path().to_owned();

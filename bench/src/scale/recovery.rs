@@ -101,6 +101,7 @@ impl Shape {
         let sum = Sum128::of(&this.0);
         Descriptor {
             codec: Codec::Raw,
+            narrow: None,
             namespace: NamespaceId(1),
             generation: 0,
             key: this,

@@ -143,6 +143,7 @@ impl Core {
             tenant: TENANT,
             codec: CodecChoice::Raw,
             element: ElementType::Bf16,
+            narrow: None,
         }));
         core.events.push_back(Event::SessionOpened { session: SESSION, tenant: TENANT });
         core.events.push_back(Event::RegionOpened {

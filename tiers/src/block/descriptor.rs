@@ -4,13 +4,14 @@
 use serde::{Deserialize, Serialize};
 use twox_hash::{XxHash3_64, XxHash3_128};
 
-use super::{BlockKey, NamespaceId};
+use super::{BlockKey, NamespaceId, Narrow};
 
 /// Bytes of an encoded descriptor.
 pub const DESCRIPTOR_BYTES: usize = 256;
 
-/// The version of the encoding that this code writes and reads.
-pub const DESCRIPTOR_VERSION: u8 = 1;
+/// The newest version of the encoding that this code writes and reads. Blocks that are as the
+/// engine had them are written in version 1, which has no narrow form.
+pub const DESCRIPTOR_VERSION: u8 = 2;
 
 const MAGIC: [u8; 4] = *b"KVTd";
 const SUM_AT: usize = DESCRIPTOR_BYTES - 8;
@@ -86,6 +87,9 @@ impl Place {
 pub struct Descriptor {
     /// How the payload is encoded.
     pub codec: Codec,
+    /// What each element was narrowed to on its way out of the engine's memory; `None`: the block
+    /// is as the engine had it. All lengths and checksums are those of the narrow form.
+    pub narrow: Option<Narrow>,
     /// Number of the namespace in the store's table.
     pub namespace: NamespaceId,
     /// The namespace's generation when the block was stored; an older one is dead.
@@ -134,11 +138,14 @@ pub enum DescriptorError {
     #[error("the descriptor's checksum does not match its place and bytes")]
     Checksum,
     /// Written by a newer version.
-    #[error("descriptor version {0}; this program reads {DESCRIPTOR_VERSION}")]
+    #[error("descriptor version {0}; this program reads up to {DESCRIPTOR_VERSION}")]
     Version(u8),
     /// A codec this program does not know.
     #[error("unknown codec {0}")]
     Codec(u8),
+    /// A narrow form this program does not know.
+    #[error("unknown narrow form {0}")]
+    Narrow(u8),
 }
 
 impl Descriptor {
@@ -147,7 +154,8 @@ impl Descriptor {
         let mut out = [0; DESCRIPTOR_BYTES];
         let mut put = Put { out: &mut out, at: 0 };
         put.bytes(&MAGIC);
-        put.bytes(&[DESCRIPTOR_VERSION, self.codec as u8, 0, 0]);
+        let (version, narrow) = self.narrow.map_or((1, 0), |narrow| (2, narrow as u8));
+        put.bytes(&[version, self.codec as u8, narrow, 0]);
         put.bytes(&self.namespace.0.to_le_bytes());
         put.bytes(&self.generation.to_le_bytes());
         put.bytes(&self.key.0);
@@ -186,8 +194,8 @@ impl Descriptor {
         if XxHash3_64::oneshot_with_seed(place.seed(), body).to_le_bytes() != sum {
             return Err(DescriptorError::Checksum);
         }
-        let [version, codec, _, _] = get.array();
-        if version != DESCRIPTOR_VERSION {
+        let [version, codec, narrow, _] = get.array();
+        if !(1..=DESCRIPTOR_VERSION).contains(&version) {
             return Err(DescriptorError::Version(version));
         }
         let codec = match codec {
@@ -195,8 +203,15 @@ impl Descriptor {
             1 => Codec::Lz4,
             other => return Err(DescriptorError::Codec(other)),
         };
+        let narrow = match (version, narrow) {
+            (1, _) => None,
+            (_, 1) => Some(Narrow::Int8),
+            (_, 2) => Some(Narrow::Fp8),
+            (_, other) => return Err(DescriptorError::Narrow(other)),
+        };
         Ok(Descriptor {
             codec,
+            narrow,
             namespace: NamespaceId(get.u32()),
             generation: get.u32(),
             key: BlockKey(get.array()),
@@ -262,6 +277,7 @@ mod tests {
     fn sample() -> Descriptor {
         Descriptor {
             codec: Codec::Lz4,
+            narrow: Some(Narrow::Fp8),
             namespace: NamespaceId(3),
             generation: 4,
             key: BlockKey([5; 32]),

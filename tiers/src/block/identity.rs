@@ -8,6 +8,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use super::{NarrowShape, Narrowed};
+
 /// Bytes in a tenant's secret.
 pub const SECRET_BYTES: usize = 32;
 
@@ -89,6 +91,8 @@ pub enum ElementType {
     Int8,
     /// Bytes whose meaning only the engine knows.
     Opaque,
+    /// 16-bit floats that the daemon may keep in 8 bits each, which loses precision.
+    Narrowed(Narrowed),
 }
 
 impl ElementType {
@@ -182,6 +186,21 @@ pub enum NamespaceError {
         /// The world size.
         world: u32,
     },
+    /// Blocks that are to be kept narrower do not have the shape of KV, or are too large.
+    #[error(
+        "blocks that are kept in 8 bits need layers, heads, elements per head and tokens that make \
+         less than 4 GiB; these have {layers}, {heads}, {head_elements} and {tokens}"
+    )]
+    Narrowed {
+        /// Layers.
+        layers: u32,
+        /// Heads.
+        heads: u32,
+        /// Elements per head.
+        head_elements: u32,
+        /// Tokens per block.
+        tokens: u32,
+    },
     /// The weights digest is empty, so nothing says which model this is.
     #[error("namespace field `weights` is empty; give a digest of the model's weights")]
     NoWeights,
@@ -229,6 +248,11 @@ impl Namespace {
             && rank >= world
         {
             return Err(NamespaceError::Rank { rank, world });
+        }
+        if let Some(NarrowShape { layers, heads, head_elements, tokens, .. }) =
+            NarrowShape::of(&self.layout).filter(|shape| !shape.is_possible())
+        {
+            return Err(NamespaceError::Narrowed { layers, heads, head_elements, tokens });
         }
         Ok(())
     }

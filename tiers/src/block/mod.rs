@@ -5,6 +5,7 @@ mod descriptor;
 mod geometry;
 mod gpu;
 mod identity;
+mod narrow;
 
 pub use descriptor::{
     Codec, DESCRIPTOR_BYTES, DESCRIPTOR_VERSION, Descriptor, DescriptorError, Place, Sum128,
@@ -18,3 +19,4 @@ pub use identity::{
     BlockKey, ElementType, KvLayout, Model, Namespace, NamespaceDifference, NamespaceError,
     NamespaceId, NamespaceKey, RankScope, SECRET_BYTES, TenantSecret,
 };
+pub use narrow::{Narrow, NarrowShape, Narrowed, PlaneOrder, SCALE_BYTES, Wide};

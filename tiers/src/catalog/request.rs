@@ -291,6 +291,8 @@ pub enum Refusal {
     UnknownPin,
     /// The session is gone.
     UnknownSession,
+    /// Blocks that are kept in 8 bits come from and go to host memory only.
+    NarrowedOnGpu,
 }
 
 /// The answer to a lookup. No blocks is a miss, which is a value and not an error.
@@ -382,6 +384,8 @@ pub enum RejectReason {
     TooLarge,
     /// The copy out of the region failed, or the region went away.
     Gone,
+    /// An element is infinite or not a number, and the block was to be kept in 8 bits.
+    NotFinite,
 }
 
 /// What the operator wants blocks to be written to nvme as.

@@ -322,12 +322,12 @@ impl Conductor {
             Some(Place { gpu, region, place, after_event })
         };
         match action {
-            Action::Gather { op, region, place, after_event, to, descriptor } => {
+            Action::Gather { op, region, place, after_event, to, narrow, descriptor } => {
                 match (on(&self.gpus, region, place, after_event), to) {
                     (Some(from), to) => self.gpus.gather(op, from, to, descriptor)?,
                     (None, SlotPlace::Host(slot)) => {
                         let region = self.region(region)?;
-                        self.copy(Job::Gather { op, region, place, slot, descriptor });
+                        self.copy(Job::Gather { op, region, place, slot, narrow, descriptor });
                     }
                     (None, SlotPlace::Device(..)) => return Err(OpError::Region),
                 }
@@ -350,11 +350,12 @@ impl Conductor {
                 key,
                 raw_sum,
                 raw_bytes,
+                narrow,
                 region,
                 place,
                 after_event,
             } => {
-                let expect = Expect { namespace, key, raw_sum, raw_bytes, verified };
+                let expect = Expect { namespace, key, raw_sum, raw_bytes, narrow, verified };
                 match (on(&self.gpus, region, place, after_event), from) {
                     (Some(to), from) => self.gpus.scatter(op, from, through, &expect, to)?,
                     (None, SlotPlace::Host(slot)) => {

@@ -12,23 +12,54 @@ use std::time::Instant;
 
 use crossbeam::channel::{Receiver, Sender, TrySendError, bounded};
 
-use crate::block::{BlockKey, Codec, Descriptor, ElementType, NamespaceId, Place, Sum128};
+use crate::block::{
+    BlockKey, Codec, Descriptor, ElementType, NamespaceId, NarrowShape, Place, Sum128,
+};
 use crate::catalog::{CodecTrial, Event, OpError, OpId, SlotId};
 use crate::codec;
 use crate::io::{AlignedBuf, Arena, Region, SlotRead, SlotWrite};
 use crate::movement::RetireNamespace;
+use crate::narrow::{self, NarrowError};
 use crate::segment::SegmentStore;
 use crate::tier::nvme::ReadBuffer;
 
 /// One job.
 pub(super) enum Job {
-    Gather { op: OpId, region: Arc<Region>, place: u32, slot: SlotId, descriptor: Box<Descriptor> },
-    Compare { op: OpId, region: Arc<Region>, place: u32 },
-    Scatter { op: OpId, slot: SlotId, expect: Expect, region: Arc<Region>, place: u32 },
-    Verify { op: OpId, read: ReadContext, buffer: ReadBuffer },
-    Encode { op: OpId, encode: Encode },
-    Quarantine { segment: u32 },
-    Retire { namespace: NamespaceId },
+    Gather {
+        op: OpId,
+        region: Arc<Region>,
+        place: u32,
+        slot: SlotId,
+        narrow: Option<NarrowShape>,
+        descriptor: Box<Descriptor>,
+    },
+    Compare {
+        op: OpId,
+        region: Arc<Region>,
+        place: u32,
+    },
+    Scatter {
+        op: OpId,
+        slot: SlotId,
+        expect: Expect,
+        region: Arc<Region>,
+        place: u32,
+    },
+    Verify {
+        op: OpId,
+        read: ReadContext,
+        buffer: ReadBuffer,
+    },
+    Encode {
+        op: OpId,
+        encode: Encode,
+    },
+    Quarantine {
+        segment: u32,
+    },
+    Retire {
+        namespace: NamespaceId,
+    },
 }
 
 /// What is to be encoded, and how.
@@ -47,6 +78,8 @@ pub(super) struct Expect {
     pub(super) key: BlockKey,
     pub(super) raw_sum: Sum128,
     pub(super) raw_bytes: u32,
+    /// How it was narrowed, if at all.
+    pub(super) narrow: Option<NarrowShape>,
     /// Its bytes were hashed for the completion of the read that brought them, just now.
     pub(super) verified: bool,
 }
@@ -145,10 +178,12 @@ impl Job {
 }
 
 fn run(source: &Receiver<Job>, shared: &Shared, done: &impl Fn(Event)) {
+    let mut wide = Vec::new();
     for job in source {
         let failed = job.failed(OpError::Device);
         // A panic on one block must not take the pool, or the operation, with it.
-        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| work(job, shared)));
+        let result =
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| work(job, shared, &mut wide)));
         match result {
             Ok(event) => event.into_iter().for_each(done),
             Err(_) => failed.into_iter().for_each(done),
@@ -156,16 +191,21 @@ fn run(source: &Receiver<Job>, shared: &Shared, done: &impl Fn(Event)) {
     }
 }
 
-fn work(job: Job, shared: &Shared) -> Option<Event> {
+/// `wide` is memory for a block that is narrowed or widened.
+fn work(job: Job, shared: &Shared, wide: &mut Vec<u8>) -> Option<Event> {
     Some(match job {
-        Job::Gather { op, region, place, slot, descriptor } => {
-            Event::Gathered { op, result: gather(shared, &region, place, slot, *descriptor) }
+        Job::Gather { op, region, place, slot, narrow, descriptor } => {
+            let result = match narrow {
+                None => gather(shared, &region, place, slot, *descriptor),
+                Some(shape) => narrowed(shared, &region, place, slot, &shape, *descriptor, wide),
+            };
+            Event::Gathered { op, result }
         }
         Job::Compare { op, region, place } => {
             Event::Compared { op, result: region.hash(place).map_err(|_| OpError::Region) }
         }
         Job::Scatter { op, slot, expect, region, place } => {
-            Event::Scattered { op, result: scatter(shared, slot, &expect, &region, place) }
+            Event::Scattered { op, result: scatter(shared, slot, &expect, &region, place, wide) }
         }
         Job::Verify { op, read, buffer } => {
             Event::Read { op, result: verify(shared, &read, buffer) }
@@ -205,6 +245,28 @@ fn gather(
     Ok(sum)
 }
 
+/// As [`gather`], but what is kept, and hashed, is the block's narrow form.
+fn narrowed(
+    shared: &Shared,
+    region: &Region,
+    place: u32,
+    slot: SlotId,
+    shape: &NarrowShape,
+    descriptor: Descriptor,
+    wide: &mut Vec<u8>,
+) -> Result<Sum128, OpError> {
+    wide.resize(shape.raw_bytes() as usize, 0);
+    region.gather(place, wide).map_err(|_| OpError::Region)?;
+    let mut kept = shared.writer(slot, descriptor.raw_bytes)?;
+    narrow::narrow(shape, wide, &mut kept).map_err(|error| match error {
+        NarrowError::NotFinite => OpError::NotFinite,
+        _ => bug("narrow form", &error),
+    })?;
+    let sum = Sum128::of(&kept);
+    seal(shared, slot, Descriptor { raw_sum: sum, stored_sum: sum, ..descriptor })?;
+    Ok(sum)
+}
+
 /// Writes the descriptor of a slot whose bytes are in place.
 pub(super) fn seal(shared: &Shared, slot: SlotId, descriptor: Descriptor) -> Result<(), OpError> {
     let descriptor = Descriptor {
@@ -227,13 +289,21 @@ fn scatter(
     expect: &Expect,
     region: &Region,
     place: u32,
+    wide: &mut Vec<u8>,
 ) -> Result<(), OpError> {
     check_slot(shared, slot, expect)?;
     let bytes = shared.reader(slot, expect.raw_bytes)?;
     if !expect.verified && Sum128::of(&bytes) != expect.raw_sum {
         return Err(OpError::Checksum);
     }
-    region.scatter(place, &bytes).map_err(|_| OpError::Region)
+    match &expect.narrow {
+        None => region.scatter(place, &bytes).map_err(|_| OpError::Region),
+        Some(shape) => {
+            wide.resize(shape.raw_bytes() as usize, 0);
+            narrow::widen(shape, &bytes, wide).map_err(|error| bug("narrow form", &error))?;
+            region.scatter(place, wide).map_err(|_| OpError::Region)
+        }
+    }
 }
 
 /// Whether the slot's descriptor is that of the block that is expected there.
@@ -243,6 +313,7 @@ pub(super) fn check_slot(shared: &Shared, slot: SlotId, expect: &Expect) -> Resu
     let descriptor = Descriptor::decode(&found, here).map_err(|_| OpError::Checksum)?;
     let same = descriptor.namespace == expect.namespace
         && descriptor.key == expect.key
+        && descriptor.narrow == expect.narrow.map(|shape| shape.form.narrow)
         && descriptor.raw_bytes == expect.raw_bytes
         && descriptor.stored_bytes == expect.raw_bytes
         && descriptor.stored_sum == expect.raw_sum;

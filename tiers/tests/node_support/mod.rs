@@ -69,6 +69,7 @@ impl Client {
             tenant: TenantId(1),
             codec,
             element: ElementType::Bf16,
+            narrow: None,
         });
         let (send, tickets) = mpsc::channel();
         let notify = Arc::new(move |ticket, outcomes| drop(send.send((ticket, outcomes))));

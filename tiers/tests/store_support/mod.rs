@@ -84,6 +84,7 @@ impl Image {
         key[31] = 1;
         let descriptor = Descriptor {
             codec: Codec::Raw,
+            narrow: None,
             namespace: NAMESPACE,
             generation: GENERATION,
             key: BlockKey(key),

@@ -7,7 +7,9 @@ use super::request::{
     TenantId, TicketId, Tier,
 };
 use super::slots::SlotId;
-use crate::block::{BlockKey, Codec, Descriptor, ElementType, NamespaceId, PAGE_BYTES, Sum128};
+use crate::block::{
+    BlockKey, Codec, Descriptor, ElementType, NamespaceId, NarrowShape, PAGE_BYTES, Sum128,
+};
 use crate::segment::StoreGeometry;
 
 /// One operation under way at the edge. Its completion carries the same number.
@@ -27,6 +29,8 @@ pub struct NamespaceInfo {
     pub codec: CodecChoice,
     /// The element type, which the codec needs.
     pub element: ElementType,
+    /// How its blocks are kept, if narrower than the engine has them.
+    pub narrow: Option<NarrowShape>,
 }
 
 /// A slot of one of the tiers that are cut into slots.
@@ -49,6 +53,8 @@ pub enum OpError {
     DeviceGone,
     /// The region is gone, or the copy would leave it.
     Region,
+    /// An element is infinite or not a number, and cannot be narrowed.
+    NotFinite,
 }
 
 /// What happened.
@@ -217,7 +223,8 @@ pub enum Action {
         /// Slot size, bytes.
         slot_bytes: u32,
     },
-    /// Copy a block from a region into a slot, checksum our copy, write its host descriptor.
+    /// Copy a block from a region into a slot, narrow it if it is to be, checksum our copy, write
+    /// its host descriptor.
     Gather {
         /// Number of the completion.
         op: OpId,
@@ -229,6 +236,8 @@ pub enum Action {
         after_event: Option<u32>,
         /// to there: a slot of host RAM, or of the GPU that the region is on.
         to: SlotPlace,
+        /// How it is narrowed, if at all.
+        narrow: Option<NarrowShape>,
         /// The block, with its checksums still to be filled in.
         descriptor: Box<Descriptor>,
     },
@@ -267,6 +276,8 @@ pub enum Action {
         raw_sum: Sum128,
         /// Bytes of the block.
         raw_bytes: u32,
+        /// How it was narrowed, if at all: it is widened on its way.
+        narrow: Option<NarrowShape>,
         /// To there,
         region: RegionId,
         /// this place,

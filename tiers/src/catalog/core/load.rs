@@ -1,6 +1,7 @@
 //! The way of a block to a client: from GPU memory or host RAM at once, from nvme through a slot.
 
 use super::Catalog;
+use super::clients::RegionShape;
 use super::event::{Action, OpError, OpId, SlotPlace};
 use super::flow::{Op, Part, Scatter, Target, TicketKind, Waiter};
 use super::request::{
@@ -11,7 +12,7 @@ use super::segments::SegmentState;
 use super::slot_tier::Home;
 use super::slots::SlotId;
 use super::table::{DeviceCopy, FillSource, HostCopy, NvmeCopy, USERS_MAX};
-use crate::block::{Descriptor, ElementType, NamespaceId};
+use crate::block::{Descriptor, ElementType, NamespaceId, NarrowShape};
 
 /// Queued reads that may be passed over for want of a slot in one go.
 const DEFERRED_MAX: usize = 64;
@@ -34,6 +35,10 @@ impl Catalog {
         if blocks.iter().any(|block| block.place >= shape.places) {
             return Reply::Refused(Refusal::PlaceOutOfRange);
         }
+        let kept_bytes = match self.kept_bytes(namespace, &shape) {
+            Ok(bytes) => bytes,
+            Err(refusal) => return Reply::Refused(refusal),
+        };
         let ticket = match self.open_ticket(session, TicketKind::Load, blocks.len()) {
             Ok(ticket) => ticket,
             Err(reply) => return reply,
@@ -52,7 +57,7 @@ impl Catalog {
             });
             match covered {
                 None => self.finish(part, Outcome::Missed(MissReason::Lease)),
-                Some(index) if self.table.get(index).raw_bytes != shape.block_bytes => {
+                Some(index) if Some(self.table.get(index).raw_bytes) != kept_bytes => {
                     self.finish(part, Outcome::Missed(MissReason::Layout));
                 }
                 Some(index) => self.load_block(index, part, target, block.place),
@@ -93,6 +98,27 @@ impl Catalog {
                 self.queue_fetch(index, true);
             }
             _ => self.finish(part, Outcome::Missed(MissReason::Absent)),
+        }
+    }
+
+    /// How the namespace's blocks are kept, if narrower than the engine has them.
+    pub(super) fn narrow_shape(&self, namespace: NamespaceId) -> Option<NarrowShape> {
+        self.namespaces.get(&namespace).and_then(|info| info.narrow)
+    }
+
+    /// Bytes that a block of such a region has here; `None` when the region's blocks are not those
+    /// of the namespace.
+    pub(super) fn kept_bytes(
+        &self,
+        namespace: NamespaceId,
+        region: &RegionShape,
+    ) -> Result<Option<u32>, Refusal> {
+        match self.narrow_shape(namespace) {
+            None => Ok(Some(region.block_bytes)),
+            Some(_) if region.gpu.is_some() => Err(Refusal::NarrowedOnGpu),
+            Some(shape) => {
+                Ok((region.block_bytes == shape.raw_bytes()).then(|| shape.kept_bytes()))
+            }
         }
     }
 
@@ -158,6 +184,7 @@ impl Catalog {
             key: block.key,
             raw_sum: block.raw_sum,
             raw_bytes: block.raw_bytes,
+            narrow: self.narrow_shape(block.namespace),
             region: target.region,
             place,
             after_event: target.after_event,
@@ -187,7 +214,7 @@ impl Catalog {
                 self.release_copy(index, from);
                 self.finish(part, Outcome::Missed(MissReason::Gone));
             }
-            Err(OpError::Device | OpError::DeviceGone) => {
+            Err(OpError::Device | OpError::DeviceGone | OpError::NotFinite) => {
                 self.release_copy(index, from);
                 self.finish(part, Outcome::Missed(MissReason::Device));
             }
@@ -388,6 +415,7 @@ impl Catalog {
         };
         Descriptor {
             codec: location.map(|location| location.codec).unwrap_or_default(),
+            narrow: self.narrow_shape(block.namespace).map(|shape| shape.form.narrow),
             namespace: block.namespace,
             generation: block.generation,
             key: block.key,

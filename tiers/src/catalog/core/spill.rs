@@ -445,6 +445,10 @@ impl Catalog {
     }
 
     fn recover_block(&mut self, segment: u32, at: u32, found: &crate::block::Descriptor) {
+        let narrow = self.narrow_shape(found.namespace).map(|shape| shape.form.narrow);
+        if self.namespaces.contains_key(&found.namespace) && found.narrow != narrow {
+            return;
+        }
         let new = super::table::NewBlock {
             namespace: found.namespace,
             generation: found.generation,

@@ -31,6 +31,10 @@ impl Catalog {
         if blocks.iter().any(|block| block.place >= shape.places) {
             return Reply::Refused(Refusal::PlaceOutOfRange);
         }
+        let kept_bytes = match self.kept_bytes(namespace, &shape) {
+            Ok(bytes) => bytes,
+            Err(refusal) => return Reply::Refused(refusal),
+        };
         let ticket = match self.open_ticket(session, TicketKind::Store, blocks.len()) {
             Ok(ticket) => ticket,
             Err(reply) => return reply,
@@ -51,9 +55,11 @@ impl Catalog {
                 parent: block.parent,
                 position: block.position,
                 tokens: block.tokens,
-                raw_bytes: shape.block_bytes,
+                raw_bytes: kept_bytes.unwrap_or_default(),
             };
-            if full {
+            if kept_bytes.is_none() {
+                self.finish(part, Outcome::Rejected(RejectReason::Mismatch));
+            } else if full {
                 self.finish(part, Outcome::Busy);
             } else {
                 full = !self.store_block(&new, conversation, part, target, block.place);
@@ -170,7 +176,9 @@ impl Catalog {
         let op = self.flow.start(self.now, Op::Gather { block: index, part, to, gpu });
         let descriptor = Box::new(self.descriptor(index));
         let Target { region, after_event } = target;
-        self.actions.push(Action::Gather { op, region, place, after_event, to, descriptor });
+        let narrow = self.narrow_shape(new.namespace);
+        let gather = Action::Gather { op, region, place, after_event, to, narrow, descriptor };
+        self.actions.push(gather);
         true
     }
 
@@ -220,15 +228,23 @@ impl Catalog {
                     SlotPlace::Host(_) => self.abort_fill(index),
                     SlotPlace::Device(..) => self.abort_device_fill(index),
                 }
-                self.finish(part, Outcome::Rejected(RejectReason::Gone));
+                let reason = match result {
+                    Err(OpError::NotFinite) => RejectReason::NotFinite,
+                    _ => RejectReason::Gone,
+                };
+                self.finish(part, Outcome::Rejected(reason));
                 self.fail_waiters(index, MissReason::Absent);
                 self.after_loss(index);
             }
         }
     }
 
-    /// The key is known: the first writer wins, so the client's bytes are only compared.
+    /// The key is known: the first writer wins, so the client's bytes are only compared. Not where
+    /// blocks are kept narrower: an engine that goes on from what it loaded computes other bytes.
     pub(super) fn start_compare(&mut self, index: u32, part: Part, target: Target, place: u32) {
+        if self.narrow_shape(self.table.get(index).namespace).is_some() {
+            return self.finish(part, Outcome::Present);
+        }
         let gpu = self.gpu_of(target.region);
         if gpu.is_some_and(|gpu| !self.device_usable(gpu)) {
             return self.finish(part, Outcome::Busy);

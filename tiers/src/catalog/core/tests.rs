@@ -106,6 +106,7 @@ impl Edge {
             tenant: TenantId(1),
             codec: CodecChoice::Raw,
             element: ElementType::Bf16,
+            narrow: None,
         };
         edge.event(Event::Namespace(info));
         edge.connect();
@@ -393,6 +394,7 @@ fn a_codec_is_tried_on_a_few_blocks_before_it_is_chosen() {
         tenant: TenantId(1),
         codec: CodecChoice::Auto,
         element: ElementType::Bf16,
+        narrow: None,
     };
     edge.event(Event::Namespace(info));
     for number in 0..8 {
@@ -698,6 +700,7 @@ fn dirty_blocks_are_written_within_a_minute_of_steady_demand() {
         tenant: TenantId(1),
         codec: CodecChoice::Lz4,
         element: ElementType::Bf16,
+        narrow: None,
     };
     edge.event(Event::Namespace(info));
     edge.store(&chain(1, 20), 0);

@@ -63,6 +63,7 @@ fn payload(seed: u64, bytes: u32) -> Vec<u8> {
 fn descriptor(seed: u64, offset: u32, bytes: &[u8]) -> Descriptor {
     Descriptor {
         codec: Codec::Raw,
+        narrow: None,
         namespace: NamespaceId(1),
         generation: 1,
         key: BlockKey([seed as u8; 32]),
