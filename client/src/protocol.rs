@@ -370,6 +370,8 @@ pub struct StatusReport {
     pub host_bytes: u64,
     /// What memory the host tier got, in words.
     pub host_pages: String,
+    /// Whether the host tier outlives the daemon, in words.
+    pub host_kept: String,
     /// Capacity of the nvme tier, bytes; 0 when it is off.
     pub nvme_bytes: u64,
     /// How nvme is read and written, in words.

@@ -14,15 +14,16 @@ use kvtide_tiers::catalog::{
 };
 use kvtide_tiers::folder::{FolderError, NamespaceEntry, StoreFolder};
 use kvtide_tiers::io::fault::FaultConfig;
-use kvtide_tiers::io::{RingChoice, RingKind};
+use kvtide_tiers::io::{ArenaFiles, RingChoice, RingKind};
 use kvtide_tiers::movement::{
     HostConfig, Node, NodeConfig, NodeHandle, NodeReport, NvmeConfig, RetireNamespace, StartError,
 };
 use tokio::sync::oneshot;
 
-use crate::config::{Caller, Config, NvmeIo, ServiceLimits, Tenants, show_bytes};
+use crate::config::{Caller, Config, HostKeep, NvmeIo, ServiceLimits, Tenants, show_bytes};
 use crate::counters::ServiceCounters;
 use crate::devices;
+use crate::kept;
 use crate::session::{Session, TenantCounters};
 
 /// Owners that the configuration no longer names have numbers from here on.
@@ -86,12 +87,22 @@ impl App {
     ///
     /// # Errors
     /// A store that is in use, damaged, newer, or cannot be written; no memory.
-    pub fn start(config: Config) -> Result<(Arc<App>, Node), AppError> {
+    pub fn start(mut config: Config) -> Result<(Arc<App>, Node), AppError> {
         let folder = Arc::new(StoreFolder::open(&config.store)?);
-        let node = Node::start(node_config(&config, &folder), |id| folder.generation(id))?;
+        let files = kept::take();
+        let found = files.as_ref().and_then(|files| files.arena_bytes());
+        if let Some(bytes) = found.filter(|_| !config.host.bytes_chosen) {
+            // Memory that is kept is no longer available, so the default would have shrunk.
+            config.host.bytes = bytes;
+        }
+        let handed_over = files.is_some();
+        let node_config = node_config(&config, &folder, files);
+        let node = Node::start(node_config, |id| folder.generation(id))?;
+        kept::keep(&node, handed_over);
         let handle = node.handle();
         let mut notes = config.notes.clone();
         notes.extend(start_notes(&handle.report()));
+        notes.extend(kept::note(&handle.report()));
         notes.extend(devices::start_notes(&config.device, &handle.report()));
         let own_session = handle
             .open_session(OWN_TENANT, Arc::new(|_, _| {}))
@@ -342,7 +353,11 @@ fn folder_error(error: FolderError) -> CallError {
     }
 }
 
-fn node_config(config: &Config, folder: &Arc<StoreFolder>) -> NodeConfig {
+fn node_config(
+    config: &Config,
+    folder: &Arc<StoreFolder>,
+    handed_over: Option<Arc<ArenaFiles>>,
+) -> NodeConfig {
     let nvme = config.nvme.map(|nvme| NvmeConfig {
         segment_bytes: nvme.segment_bytes,
         block_bytes_min: nvme.block_bytes_min,
@@ -358,7 +373,12 @@ fn node_config(config: &Config, folder: &Arc<StoreFolder>) -> NodeConfig {
     // One session is the daemon's own.
     let sessions = config.limits.catalog.sessions.saturating_add(1);
     NodeConfig {
-        host: HostConfig { bytes: config.host.bytes, slab_bytes: config.host.slab_bytes },
+        host: HostConfig {
+            slab_bytes: config.host.slab_bytes,
+            always_shared: config.host.keep == HostKeep::Always,
+            handed_over,
+            ..HostConfig::new(config.host.bytes)
+        },
         nvme,
         devices: devices::node_devices(&config.device),
         copy_threads: config.copy_threads,

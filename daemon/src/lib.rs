@@ -14,6 +14,7 @@ pub mod counters;
 pub mod devices;
 pub mod drain;
 pub mod gpu;
+mod kept;
 pub mod listener;
 pub mod log;
 pub mod notify;

@@ -7,6 +7,7 @@ use kvtide_tiers::catalog::CodecReport;
 
 use crate::app::{App, io_words};
 use crate::devices;
+use crate::kept;
 use crate::session::Session;
 
 /// The report for one caller, who may see these `codecs`.
@@ -29,6 +30,7 @@ pub fn report(app: &App, session: &Session, codecs: Vec<CodecReport>) -> StatusR
         draining: app.draining.load(Ordering::Acquire),
         host_bytes: node.host_bytes,
         host_pages: node.pages.name().to_owned(),
+        host_kept: kept::words(&node),
         nvme_bytes: node.nvme.as_ref().map_or(0, |nvme| nvme.geometry.store_bytes()),
         nvme_io: io_words(&node),
         device: devices::words(&app.config.device, &node),

@@ -14,6 +14,7 @@ use kvtide_client::{CatalogStats, ClientConfig, ServiceStats};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
+use crate::manager::ServiceManager;
 use crate::proc::{poll_until, threads_frozen};
 
 /// Longest time that a daemon may take to serve, or to end, on a loaded machine.
@@ -34,6 +35,7 @@ pub struct Setup {
     folder: Arc<TempDir>,
     options: Vec<(String, OsString)>,
     environment: Vec<(String, OsString)>,
+    manager: Option<ServiceManager>,
 }
 
 /// A process that ended by itself.
@@ -62,6 +64,7 @@ impl Setup {
             folder: Arc::new(folder),
             options: Vec::new(),
             environment: Vec::new(),
+            manager: None,
         };
         let (socket, store) = (setup.socket(), setup.store());
         setup
@@ -126,8 +129,18 @@ impl Setup {
             command.arg(name).arg(value);
         }
         command.envs(self.environment.iter().map(|(name, value)| (name, value)));
+        if let Some(manager) = &self.manager {
+            command = manager.pass_to(&command);
+        }
         command.stdin(Stdio::null()).stdout(Stdio::null());
         command
+    }
+
+    /// Has the daemon started by a service manager, which passes what it keeps.
+    #[must_use]
+    pub(crate) fn manager(mut self, manager: ServiceManager) -> Setup {
+        self.manager = Some(manager);
+        self
     }
 
     /// One of the programs that the tests run.

@@ -10,12 +10,14 @@ pub mod churn;
 mod daemon;
 mod engine;
 pub mod gpu;
+mod manager;
 mod payload;
 mod peer;
 mod proc;
 
 pub use daemon::{Daemon, Ended, Setup, UNUSED_USER, is_root};
 pub use engine::{FaultFile, GpuEngine, gpu_state};
+pub use manager::ServiceManager;
 pub use payload::{KvPool, namespace, payload, tokens};
 pub use peer::{Door, Peer, context};
 pub use proc::{Footprint, device_mapped_bytes, open_descriptors, poll_until};

@@ -452,6 +452,17 @@ mod tests {
         ((plane * shape.heads * shape.tokens + in_plane) * shape.head_elements + at) as usize
     }
 
+    fn everybody(shape: &NarrowShape) -> impl Iterator<Item = [u32; 5]> + use<> {
+        let NarrowShape { layers, heads, head_elements, tokens, .. } = *shape;
+        let count = layers * 2 * tokens * heads * head_elements;
+        (0..count).map(move |number| {
+            let (rest, at) = (number / head_elements, number % head_elements);
+            let (rest, head) = (rest / heads, rest % heads);
+            let (rest, token) = (rest / tokens, rest % tokens);
+            [rest / 2, rest % 2, token, head, at]
+        })
+    }
+
     fn value(wide: Wide, raw: &[u8], element: usize) -> f32 {
         let code = u16::from_le_bytes([raw[2 * element], raw[2 * element + 1]]);
         match wide {
@@ -501,24 +512,18 @@ mod tests {
             narrow(&shape, &raw, &mut kept).unwrap();
             let mut again = vec![0; raw.len()];
             widen(&shape, &kept, &mut again).unwrap();
-            let wide = shape.form.wide;
-            for layer in 0..shape.layers {
-                for (v, token) in [0, 1].into_iter().flat_map(|v| (0..shape.tokens).map(move |t| (v, t))) {
-                    for head in 0..shape.heads {
-                        for at in 0..shape.head_elements {
-                            let own = element(&shape, layer, v, token, head, at);
-                            let all = sharers(&shape, [layer, v, token, head, at]);
-                            let peak = all.iter().map(|e| value(wide, &raw, *e).abs()).fold(0.0, f32::max);
-                            let (was, is) = (value(wide, &raw, own), value(wide, &again, own));
-                            // Half a step, and what a scale and the result lose by rounding.
-                            let step = match shape.form.narrow {
-                                Narrow::Int8 => peak / 127.0 * 0.51 + was.abs() / 100.0,
-                                Narrow::Fp8 => (was.abs() / 16.0).max(peak / 448.0 / 512.0) * 1.1,
-                            };
-                            prop_assert!((was - is).abs() <= step, "{was} became {is} ({peak})");
-                        }
-                    }
-                }
+            for who in everybody(&shape) {
+                let [layer, v, token, head, at] = who;
+                let own = element(&shape, layer, v, token, head, at);
+                let (was, is) = (value(shape.form.wide, &raw, own), value(shape.form.wide, &again, own));
+                let sharers = sharers(&shape, who).into_iter();
+                let peak = sharers.map(|at| value(shape.form.wide, &raw, at).abs()).fold(0.0, f32::max);
+                // Half a step, and what a scale and the result lose by rounding.
+                let step = match shape.form.narrow {
+                    Narrow::Int8 => peak / 127.0 * 0.51 + was.abs() / 100.0,
+                    Narrow::Fp8 => (was.abs() / 16.0).max(peak / 448.0 / 512.0) * 1.1,
+                };
+                prop_assert!((was - is).abs() <= step, "{was} became {is} ({peak})");
             }
         }
     }

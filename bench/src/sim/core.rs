@@ -400,6 +400,7 @@ impl Core {
                 Event::Erased { segment, sequence, index, result: Ok(()) }
             }
             Action::BindSlab { .. }
+            | Action::ClearSlot { .. }
             | Action::DropEncoded { .. }
             | Action::SealSegment { .. }
             | Action::VoidSegment { .. }

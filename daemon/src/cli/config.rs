@@ -9,7 +9,7 @@ use super::args::ConfigWhat;
 use super::error::CliError;
 use super::out::Out;
 use super::table::{Align, Table};
-use crate::config::{Args, Config, ConfigError, MetricsAddress, NvmeIo};
+use crate::config::{Args, Config, ConfigError, HostKeep, MetricsAddress, NvmeIo};
 use crate::units::{bytes, count, span};
 
 #[derive(Serialize)]
@@ -104,6 +104,8 @@ fn settings(config: &Config) -> Vec<Setting> {
         Some(slab) => list.bytes("host.slab_bytes", slab.into()),
         None => list.text("host.slab_bytes", "chosen by size"),
     }
+    let keep = if config.host.keep == HostKeep::Always { "always" } else { "auto" };
+    list.text("host.keep", keep);
     list.text("nvme.folder", config.store.display());
     list.flag("nvme.enabled", config.nvme.is_some());
     if let Some(nvme) = &config.nvme {

@@ -60,6 +60,7 @@ fn text(status: &StatusReport, stats: &StatsReply) -> String {
     table.row(tier_row("nvme", status.nvme_bytes, nvme, &status.nvme_io));
     out.push('\n');
     out.push_str(&table.render());
+    out.push_str(&format!("\nRAM tier: {}\n", status.host_kept));
     if !status.codecs.is_empty() {
         out.push_str("\ncodecs on nvme:\n");
         for report in &status.codecs {

@@ -14,7 +14,9 @@ use super::file::{BYTES_MAX, FileConfig, HOST_BYTES_MIN, parse_metrics, read_fil
 use super::machine;
 use super::read::{ConfigError, Found, Problem, Reader, bytes_allowed, show_bytes};
 use super::tenants::{DEFAULT_TENANT, SharedSpace, Tenant, Tenants};
-use super::{Args, Config, FaultSettings, HostSettings, LogSettings, MetricsAddress, NvmeSettings};
+use super::{
+    Args, Config, FaultSettings, HostKeep, HostSettings, LogSettings, MetricsAddress, NvmeSettings,
+};
 
 /// Longest path of a unix socket: `sun_path` has 108 bytes, the last one is 0.
 pub(super) const SOCKET_BYTES_MAX: usize = 107;
@@ -73,7 +75,7 @@ impl Build<'_> {
     fn config(&mut self, file: FileConfig) -> Config {
         let socket = self.socket(file.socket);
         let (store, store_line) = self.store(file.folder);
-        let host = self.host(file.host_bytes, file.slab_bytes);
+        let host = self.host(file.host_bytes, file.slab_bytes, file.host_keep);
         let off = file.nvme_enabled == Some(false) && self.args.nvme_bytes.is_none();
         let nvme = match off || self.args.nvme_bytes == Some(0) {
             true => None,
@@ -145,14 +147,20 @@ impl Build<'_> {
         }
     }
 
-    fn host(&mut self, file: Option<u64>, slab: Option<u64>) -> HostSettings {
+    fn host(
+        &mut self,
+        file: Option<u64>,
+        slab: Option<u64>,
+        keep: Option<HostKeep>,
+    ) -> HostSettings {
         let range = HOST_BYTES_MIN..=BYTES_MAX;
         if let Some(bytes) = self.args.host_bytes
             && !range.contains(&bytes)
         {
             self.option("--host-bytes", format!("the size is {bytes}"), bytes_allowed(&range));
         }
-        let bytes = self.args.host_bytes.or(file).unwrap_or_else(|| {
+        let chosen = self.args.host_bytes.or(file);
+        let bytes = chosen.unwrap_or_else(|| {
             let (available, source) = machine::memory_available();
             let bytes = ((available / 4) >> 20 << 20).clamp(64 << 20, BYTES_MAX);
             let (size, all) = (show_bytes(bytes), show_bytes(available));
@@ -163,7 +171,12 @@ impl Build<'_> {
             let what = format!("slabs of {} in {}", show_bytes(slab), show_bytes(bytes));
             self.option("host", what, "at least one slab has to fit into `host.bytes`");
         }
-        HostSettings { bytes, slab_bytes: slab.and_then(|slab| u32::try_from(slab).ok()) }
+        HostSettings {
+            bytes,
+            bytes_chosen: chosen.is_some(),
+            slab_bytes: slab.and_then(|slab| u32::try_from(slab).ok()),
+            keep: keep.unwrap_or_default(),
+        }
     }
 
     fn nvme(

@@ -9,7 +9,7 @@ use kvtide_tiers::segment::SEGMENT_BYTES_RANGE;
 use super::args::LogFormat;
 use super::device::read_device;
 use super::read::{Found, Reader, Section};
-use super::{DeviceSettings, MetricsAddress, NvmeIo, ServiceLimits};
+use super::{DeviceSettings, HostKeep, MetricsAddress, NvmeIo, ServiceLimits};
 
 /// The smallest host tier.
 pub(super) const HOST_BYTES_MIN: u64 = 4 << 20;
@@ -25,6 +25,7 @@ pub(super) struct FileConfig {
     pub(super) copy_threads: Option<u64>,
     pub(super) host_bytes: Option<u64>,
     pub(super) slab_bytes: Option<u64>,
+    pub(super) host_keep: Option<HostKeep>,
     pub(super) nvme_enabled: Option<bool>,
     pub(super) folder: Option<Found<PathBuf>>,
     pub(super) nvme_bytes: Option<Found<u64>>,
@@ -130,6 +131,8 @@ fn read_host(reader: &mut Reader<'_>, mut section: Section<'_, '_>, file: &mut F
             reader.problem(slab.line, what, "a multiple of 2 MiB, up to 1 GiB, is allowed");
         }
     }
+    let choices = [("auto", HostKeep::Auto), ("always", HostKeep::Always)];
+    file.host_keep = section.choice(reader, "keep", &choices).map(|found| found.value);
     section.finish(reader);
 }
 

@@ -54,10 +54,25 @@ pub struct Config {
 /// The host tier.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct HostSettings {
-    /// Its size. Default: a quarter of the memory that is available at start.
+    /// Its size. Default: a quarter of the memory that is available at start, or as much as the
+    /// daemon before had, whose memory is taken over.
     pub bytes: u64,
+    /// Whether the operator chose the size.
+    pub bytes_chosen: bool,
     /// Bytes of a slab. Default: chosen by size.
     pub slab_bytes: Option<u32>,
+    /// Whether it outlives the daemon. Default: where that costs no speed.
+    pub keep: HostKeep,
+}
+
+/// Whether the host tier is made of memory that the service manager can keep for the next daemon.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum HostKeep {
+    /// Where such memory comes in huge pages.
+    #[default]
+    Auto,
+    /// Always, even in pages of 4 KiB, which make transfers slower.
+    Always,
 }
 
 /// The nvme tier.

@@ -29,7 +29,10 @@ mod tests;
 pub use blocking::BlockingDevice;
 pub use buffer::SharedMemory;
 #[cfg(feature = "store")]
-pub use buffer::{AlignedBuf, Arena, PageKind, SLAB_BYTES_MAX, SlotError, SlotRead, SlotWrite};
+pub use buffer::{
+    AlignedBuf, Arena, ArenaFiles, KeptSlab, PageKind, SLAB_BYTES_MAX, SlotError, SlotRead,
+    SlotWrite,
+};
 #[cfg(feature = "store")]
 pub use device::{
     BlockDevice, IoBuffer, IoDone, IoFailure, IoOp, OpenDevice, QUEUE_DEPTH_MAX, RingChoice,

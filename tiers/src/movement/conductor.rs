@@ -9,7 +9,7 @@ use crossbeam::channel::{Receiver, Sender};
 use super::gpus::{Closed, Gpus, Place, RegisterError, Registered};
 use super::node::Notify;
 use super::pool::{Encode, Expect, Job, PoolSender, ReadContext, Shared};
-use crate::block::PAGE_BYTES;
+use crate::block::{DESCRIPTOR_BYTES, PAGE_BYTES};
 use crate::catalog::{
     Action, AskId, Catalog, Event, GpuId, Limit, OpError, OpId, RegionId, Reply, Request,
     SessionId, SlotPlace, TenantId, Timestamp,
@@ -273,6 +273,11 @@ impl Conductor {
             Action::BindSlab { slab, slot_bytes } => {
                 if let Err(error) = self.shared.arena.bind_slab(slab, slot_bytes) {
                     tracing::error!(slab, %error, "a slab is not free as the catalog thinks");
+                }
+            }
+            Action::ClearSlot { slot } => {
+                if let Err(error) = self.shared.arena.set_descriptor(slot, &[0; DESCRIPTOR_BYTES]) {
+                    tracing::error!(?slot, %error, "a slot is not as the catalog thinks");
                 }
             }
             Action::Gather { op, .. } => {

@@ -8,6 +8,7 @@
 
 mod conductor;
 mod gpus;
+mod host;
 mod inbox;
 mod node;
 mod pool;
@@ -21,12 +22,13 @@ use serde::{Deserialize, Serialize};
 use crate::block::NamespaceId;
 use crate::catalog::{Limits, slab_bytes_for};
 use crate::io::fault::{FaultConfig, FaultCounts};
-use crate::io::{BlockDevice, PageKind, RingChoice, RingReport};
+use crate::io::{ArenaFiles, BlockDevice, PageKind, RingChoice, RingReport};
 use crate::segment::{RecoveryReport, StoreGeometry};
 
 pub use gpus::{
     DeviceConfig, DeviceReport, GpuChoice, GpuMaker, GpuRegion, MakeGpu, RegisterError,
 };
+pub use host::Kept;
 pub use node::{Node, NodeHandle, Notify, StartError, StopReport};
 
 /// How a node is set up.
@@ -73,7 +75,7 @@ impl NodeConfig {
     pub fn new(host_bytes: u64) -> NodeConfig {
         let cores = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
         NodeConfig {
-            host: HostConfig { bytes: host_bytes, slab_bytes: None },
+            host: HostConfig::new(host_bytes),
             devices: Vec::new(),
             nvme: None,
             copy_threads: (cores / 2).clamp(1, 8),
@@ -86,16 +88,26 @@ impl NodeConfig {
 }
 
 /// The host tier.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct HostConfig {
     /// Bytes of the arena; rounded down to whole slabs.
     pub bytes: u64,
     /// Bytes of a slab, a multiple of 2 MiB; the largest block. Default: a 64th of the arena,
     /// 4 MiB to 64 MiB.
     pub slab_bytes: Option<u32>,
+    /// Whether the arena is to be memory that a next daemon can take over, even if only small
+    /// pages can be had for it. Default: no.
+    pub always_shared: bool,
+    /// The arena of the daemon before. Default: none.
+    pub handed_over: Option<Arc<ArenaFiles>>,
 }
 
 impl HostConfig {
+    /// An arena of so many bytes; the rest by default.
+    pub fn new(bytes: u64) -> HostConfig {
+        HostConfig { bytes, slab_bytes: None, always_shared: false, handed_over: None }
+    }
+
     /// Bytes of a slab, chosen or by default.
     pub fn slab(&self) -> u32 {
         self.slab_bytes.unwrap_or_else(|| slab_bytes_for(self.bytes))
@@ -175,6 +187,10 @@ pub struct NodeReport {
     pub pages_why: String,
     /// Bytes of the arena that were touched so far.
     pub touched_bytes: u64,
+    /// Whether a next daemon can take the arena over.
+    pub can_be_kept: bool,
+    /// What was taken over from the daemon before.
+    pub kept: Kept,
     /// Threads that copy.
     pub copy_threads: usize,
     /// The store, if there is one.

@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -11,6 +12,7 @@ use crossbeam::channel::{Sender, bounded, unbounded};
 
 use super::conductor::{Ask, Conductor, Device, Reads, Signal};
 use super::gpus::{self, Closed, DeviceFacts, GpuRegion, Gpus, RegisterError};
+use super::host::{self, Kept};
 use super::inbox::Inbox;
 use super::pool::{Job, Pool, PoolSender, Shared};
 use super::{NodeConfig, NodeReport, NvmeConfig, NvmeReport, RetireNamespace};
@@ -107,6 +109,7 @@ struct Handle {
     /// Regions of each session.
     sessions: Mutex<HashMap<SessionId, HashMap<RegionId, Registration>>>,
     arena: Arc<Arena>,
+    kept: Kept,
     copy_threads: usize,
     nvme: Option<NvmeFacts>,
     devices: Vec<DeviceFacts>,
@@ -145,16 +148,14 @@ impl Node {
         generation: impl Fn(NamespaceId) -> Option<u32>,
     ) -> Result<Node, StartError> {
         check_sizes(&config)?;
-        let slab_bytes = config.host.slab();
-        let bytes = config.host.bytes / u64::from(slab_bytes) * u64::from(slab_bytes);
-        let arena = Arena::create(bytes, slab_bytes)
-            .map_err(|source| StartError::Arena { bytes: config.host.bytes, source })?;
-        let open = |nvme| open_store(nvme, generation);
         let (chosen, devices_off) = gpus::choose(&config.devices);
-        let config = NodeConfig { devices: chosen, ..config };
+        let mut config = NodeConfig { devices: chosen, ..config };
+        let (arena, kept) = host::open_arena(&mut config.host)?;
+        let open = |nvme| open_store(nvme, &generation);
         let mut opened = config.nvme.as_ref().map(open).transpose()?;
-        let mut catalog = Catalog::new(catalog_config(&config, bytes, opened.as_ref()));
+        let mut catalog = Catalog::new(catalog_config(&config, arena.bytes(), opened.as_ref()));
         let recovered_blocks = recover(&mut catalog, opened.as_mut());
+        let kept = host::adopt(&mut catalog, &arena, kept, &generation);
 
         let shared = shared_by_all(&arena, config.retire.clone());
         let (asks, ask_source) = bounded(REQUESTS_MAX);
@@ -202,6 +203,7 @@ impl Node {
             next_region: AtomicU64::new(0),
             sessions: Mutex::default(),
             arena,
+            kept,
             copy_threads: config.copy_threads.max(1),
             nvme: facts,
             devices,
@@ -253,7 +255,7 @@ impl Node {
 fn shared_by_all(arena: &Arc<Arena>, retire: Option<RetireNamespace>) -> Arc<Shared> {
     Arc::new(Shared {
         arena: Arc::clone(arena),
-        salt: random_u64(),
+        salt: arena.salt(),
         encoded: Mutex::default(),
         store: Mutex::new(None),
         retire,
@@ -635,6 +637,11 @@ impl NodeHandle {
         self.0.inbox.ask(Ask { session, request, answer: Box::new(answer) });
     }
 
+    /// What a next daemon needs to take the arena over; `None` when it is private memory.
+    pub fn arena_files(&self) -> Option<(BorrowedFd<'_>, BorrowedFd<'_>)> {
+        self.0.arena.files()
+    }
+
     /// What the node got from the machine and found in its store.
     pub fn report(&self) -> NodeReport {
         let arena = &self.0.arena;
@@ -644,6 +651,8 @@ impl NodeHandle {
             pages: arena.pages(),
             pages_why: arena.pages_why().to_owned(),
             touched_bytes: arena.touched_bytes(),
+            can_be_kept: arena.files().is_some(),
+            kept: self.0.kept.clone(),
             copy_threads: self.0.copy_threads,
             nvme: self.0.nvme.as_ref().map(|facts| NvmeReport {
                 ring: facts.status.report(),

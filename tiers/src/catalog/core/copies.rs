@@ -229,9 +229,16 @@ impl Catalog {
         if let HostCopy::Filling { slot, .. } = self.table.get(index).host {
             let bytes = self.table.get(index).raw_bytes;
             self.host.tier.remove(index, bytes);
-            self.host.tier.slots.release(slot);
+            self.release_host(slot);
             self.table.get_mut(index).host = HostCopy::Absent;
         }
+    }
+
+    /// Gives a slot of host RAM back. Its descriptor goes, so that a next daemon does not take the
+    /// block over: it may have left because it was forgotten or reported bad.
+    fn release_host(&mut self, slot: SlotId) {
+        self.host.tier.slots.release(slot);
+        self.actions.push(Action::ClearSlot { slot });
     }
 
     /// The host copy must go: now, or when its last user is done.
@@ -250,7 +257,7 @@ impl Catalog {
                 if users > 0 {
                     self.table.get_mut(index).host = HostCopy::Draining { slot, users };
                 } else {
-                    self.host.tier.slots.release(slot);
+                    self.release_host(slot);
                     self.table.get_mut(index).host = HostCopy::Absent;
                 }
             }
@@ -314,7 +321,7 @@ impl Catalog {
                 if *users == 0 {
                     let slot = *slot;
                     self.table.get_mut(index).host = HostCopy::Absent;
-                    self.host.tier.slots.release(slot);
+                    self.release_host(slot);
                     self.after_loss(index);
                 }
             }

@@ -223,6 +223,11 @@ pub enum Action {
         /// Slot size, bytes.
         slot_bytes: u32,
     },
+    /// Void a slot's host descriptor: the slot is free. No slab was bound anew since.
+    ClearSlot {
+        /// Which.
+        slot: SlotId,
+    },
     /// Copy a block from a region into a slot, narrow it if it is to be, checksum our copy, write
     /// its host descriptor.
     Gather {

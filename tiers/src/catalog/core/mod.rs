@@ -8,6 +8,7 @@
 //! what may grow is limited by [`CatalogConfig`].
 
 mod admin;
+mod adopt;
 mod clients;
 mod codecs;
 mod copies;
@@ -30,6 +31,7 @@ mod tests;
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
+pub use adopt::AdoptedSlab;
 pub use codecs::CodecTrial;
 pub use event::{
     Action, CatalogConfig, DeviceShape, Event, Limits, NamespaceInfo, NvmeShape, OpError, OpId,

@@ -60,6 +60,13 @@ impl SlotTier {
         Some(new)
     }
 
+    /// The block has a slot that it was not allocated here.
+    pub(crate) fn insert(&mut self, index: u32, bytes: u32) {
+        if let Some(policy) = self.policy_of(bytes) {
+            policy.insert(index);
+        }
+    }
+
     /// The block was used at `tick`.
     pub(crate) fn touch(&mut self, index: u32, bytes: u32, slot: SlotId, tick: u64) {
         self.slots.touch(slot, tick);

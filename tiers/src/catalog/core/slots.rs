@@ -171,6 +171,49 @@ impl Slots {
         Some(Allocated { slot, bind })
     }
 
+    /// Gives a slab that was never used to the class of `slot_bytes`, with these slots in use.
+    /// `false` when that is not possible.
+    pub(crate) fn adopt(
+        &mut self,
+        slab_id: u32,
+        slot_bytes: u32,
+        owners: &[(SlotId, u32)],
+    ) -> bool {
+        let Some(class_id) = self.class_of(slot_bytes) else { return false };
+        if owners.is_empty() {
+            return true;
+        }
+        if !self.free_slabs.remove(&slab_id) {
+            return false;
+        }
+        let class = self.classes.get_mut(class_id).expect("it was just found");
+        let slab = self.slabs.get_mut(slab_id as usize).expect("it was free");
+        slab.class = Some(class_id);
+        slab.owners = vec![FREE | NONE; class.slots_per_slab as usize];
+        class.slabs += 1;
+        let start = u64::from(slab_id) * u64::from(self.slab_bytes);
+        for (slot, owner) in owners {
+            let index = (slot.offset() - start) / u64::from(slot_bytes);
+            let place = slab.owners.get_mut(index as usize).expect("the slot is in this slab");
+            assert!(*place >= FREE, "slot {slot:?} has two owners");
+            *place = *owner;
+        }
+        slab.free = NONE;
+        for (index, owner) in slab.owners.iter_mut().enumerate().rev() {
+            if *owner >= FREE {
+                *owner = FREE | slab.free;
+                slab.free = index as u32;
+                slab.free_count += 1;
+            }
+        }
+        if slab.free_count > 0 {
+            class.open.insert(slab_id);
+        }
+        self.used_slots += owners.len() as u64;
+        self.used_bytes += owners.len() as u64 * u64::from(slot_bytes);
+        true
+    }
+
     /// Gives a slot back; an empty slab leaves its class.
     pub(crate) fn release(&mut self, slot: SlotId) {
         let (slab_id, index, class_id) = self.locate(slot).expect("the slot is allocated");

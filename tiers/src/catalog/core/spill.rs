@@ -445,33 +445,12 @@ impl Catalog {
     }
 
     fn recover_block(&mut self, segment: u32, at: u32, found: &crate::block::Descriptor) {
-        let narrow = self.narrow_shape(found.namespace).map(|shape| shape.form.narrow);
-        if self.namespaces.contains_key(&found.namespace) && found.narrow != narrow {
-            return;
-        }
-        let new = super::table::NewBlock {
-            namespace: found.namespace,
-            generation: found.generation,
-            key: found.key,
-            parent: found.parent,
-            position: found.position,
-            tokens: found.tokens,
-            raw_bytes: found.raw_bytes,
-        };
+        let new = super::table::NewBlock::of(found);
         let index = self.table.find_or_insert(&new);
         if !self.table.get(index).is_ghost() {
             return;
         }
-        self.table.learn_parent(index, &new);
-        let block = self.table.get_mut(index);
-        block.raw_bytes = found.raw_bytes;
-        block.generation = found.generation;
-        block.position = found.position;
-        block.tokens = found.tokens;
-        block.raw_sum = found.raw_sum;
-        block.set_created_s(found.created_s);
-        block.conversation = found.session;
-        block.sequence = found.sequence;
+        self.learn(index, &new, found);
         let location = Location {
             segment,
             index: at,
@@ -480,13 +459,12 @@ impl Catalog {
             codec: found.codec,
             stored_sum: found.stored_sum,
         };
-        let orphan = block.orphan;
+        let orphan = self.table.get(index).orphan;
         self.table.set_on_nvme(index, location);
         self.list_on_nvme(index, location, false, orphan);
         if !orphan {
             self.mark_below(index, false);
         }
-        self.counters.next_sequence = self.counters.next_sequence.max(found.sequence);
     }
 }
 

@@ -15,7 +15,7 @@ use twox_hash::XxHash3_64;
 use super::index::KeyIndex;
 use super::request::{GpuId, Timestamp};
 use super::slots::SlotId;
-use crate::block::{BlockKey, Codec, NamespaceId, Sum128};
+use crate::block::{BlockKey, Codec, Descriptor, NamespaceId, Sum128};
 
 /// No block.
 pub(crate) const NIL: u32 = u32::MAX;
@@ -257,6 +257,21 @@ pub(crate) struct NewBlock {
     pub(crate) position: u32,
     pub(crate) tokens: u32,
     pub(crate) raw_bytes: u32,
+}
+
+impl NewBlock {
+    /// The block that a descriptor names.
+    pub(crate) fn of(found: &Descriptor) -> NewBlock {
+        NewBlock {
+            namespace: found.namespace,
+            generation: found.generation,
+            key: found.key,
+            parent: found.parent,
+            position: found.position,
+            tokens: found.tokens,
+            raw_bytes: found.raw_bytes,
+        }
+    }
 }
 
 /// All rows, in pieces.

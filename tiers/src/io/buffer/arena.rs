@@ -21,10 +21,11 @@ use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
-use rustix::fs::{MemfdFlags, SealFlags};
-use serde::{Deserialize, Serialize};
+use rustix::fs::MemfdFlags;
 
-use super::mapping::{HUGE_PAGE_BYTES, Mapping};
+use super::kept::{self, ArenaFiles, Head, KeptSlab};
+use super::mapping::Mapping;
+use super::source::{PageKind, Source, memfd};
 use crate::block::{DESCRIPTOR_BYTES, PAGE_BYTES, page_ceil};
 use crate::catalog::SlotId;
 
@@ -36,32 +37,6 @@ const TOUCH_BYTES: u64 = 8 << 20;
 
 /// The state of a slot that has a writer; smaller numbers count readers.
 const WRITER: u32 = u32::MAX;
-
-/// What the arena's memory is made of, best first.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[non_exhaustive]
-pub enum PageKind {
-    /// Reserved huge pages of 2 MiB in a memfd.
-    ReservedHuge,
-    /// A memfd for which the kernel gives transparent huge pages.
-    SharedTransparentHuge,
-    /// Private memory with transparent huge pages. It cannot be handed to a next daemon.
-    PrivateTransparentHuge,
-    /// A memfd of ordinary pages of 4 KiB.
-    Plain,
-}
-
-impl PageKind {
-    /// The kind as operators see it.
-    pub fn name(self) -> &'static str {
-        match self {
-            PageKind::ReservedHuge => "reserved huge pages",
-            PageKind::SharedTransparentHuge => "transparent huge pages, shared memory",
-            PageKind::PrivateTransparentHuge => "transparent huge pages, private memory",
-            PageKind::Plain => "4 KiB pages",
-        }
-    }
-}
 
 /// Why a slot or a slab was not lent or bound.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -106,6 +81,13 @@ struct Binding {
     states: Box<[AtomicU32]>,
 }
 
+impl Binding {
+    fn new(slot_bytes: u32, slab_bytes: u32) -> Binding {
+        let states = (0..slab_bytes / slot_bytes).map(|_| AtomicU32::new(0)).collect();
+        Binding { slot_bytes, states }
+    }
+}
+
 /// What the pre-touching thread shares with the arena.
 struct Touch {
     mapping: Mapping,
@@ -123,7 +105,9 @@ pub struct Arena {
     pages: PageKind,
     pages_why: String,
     descriptor_fd: OwnedFd,
+    /// The table: head, bindings, descriptors ([`kept`]).
     descriptors: Mapping,
+    head: Head,
 }
 
 impl Arena {
@@ -134,43 +118,95 @@ impl Arena {
     /// `InvalidInput` for slabs that are no whole pages or larger than [`SLAB_BYTES_MAX`], or when
     /// not one slab fits, or more than 16 TiB are asked for; else what the operating system says.
     pub fn create(bytes: u64, slab_bytes: u32) -> io::Result<Arc<Arena>> {
-        let bad = |why: &str| Err(io::Error::new(io::ErrorKind::InvalidInput, why.to_owned()));
-        if slab_bytes == 0 || !u64::from(slab_bytes).is_multiple_of(PAGE_BYTES) {
-            return bad("slabs must be whole pages of 4 KiB");
+        Arena::make(bytes, slab_bytes, false)
+    }
+
+    /// As [`Arena::create`], but only of memory that can be handed to a next daemon, even if its
+    /// pages are small.
+    ///
+    /// # Errors
+    /// As [`Arena::create`].
+    pub fn create_shared(bytes: u64, slab_bytes: u32) -> io::Result<Arc<Arena>> {
+        Arena::make(bytes, slab_bytes, true)
+    }
+
+    fn make(bytes: u64, slab_bytes: u32, shared: bool) -> io::Result<Arc<Arena>> {
+        let bytes = check_size(bytes, slab_bytes)?;
+        let source = Source::best(bytes, shared)?;
+        let head = Head::new(bytes, slab_bytes)?;
+        let table = memfd("kvtide-descriptors", head.table_bytes(), MemfdFlags::empty())?;
+        let arena = Arena::of(source, table, head)?;
+        arena.descriptors.copy_in(0, &head.encode());
+        Arena::start(arena)
+    }
+
+    /// Takes over the memory of an earlier daemon. What lies in it is told by
+    /// [`Arena::kept_slabs`], and is to be trusted as far as its checksums go.
+    ///
+    /// # Errors
+    /// Files that no daemon of this version made for an arena of this size, or that could be cut
+    /// short; `bytes` and `slab_bytes` that are not possible.
+    pub fn adopt(files: &ArenaFiles, bytes: u64, slab_bytes: u32) -> io::Result<Arc<Arena>> {
+        let bytes = check_size(bytes, slab_bytes)?;
+        let head = files.check(bytes, slab_bytes)?;
+        let memory = files.memory.try_clone()?;
+        let arena = Arena::of(Source::of_memfd(memory, bytes)?, files.table.try_clone()?, head)?;
+        for (slab, lock) in (0..).zip(&arena.slabs) {
+            let slot_bytes = kept::read_binding(&arena.descriptors, slab);
+            if head.is_slot_size(slot_bytes) {
+                let mut binding = lock.write().unwrap_or_else(PoisonError::into_inner);
+                *binding = Binding::new(slot_bytes, slab_bytes);
+            }
         }
-        if slab_bytes > SLAB_BYTES_MAX {
-            return bad("slabs must be at most 1 GiB");
-        }
-        let slabs = bytes / u64::from(slab_bytes);
-        let bytes = slabs * u64::from(slab_bytes);
-        if slabs == 0 {
-            return bad("not one slab fits into the arena");
-        }
-        if bytes / PAGE_BYTES > u64::from(u32::MAX) {
-            return bad("the arena is larger than 16 TiB");
-        }
-        let source = Source::best(bytes)?;
+        Arena::start(arena)
+    }
+
+    fn of(source: Source, descriptor_fd: OwnedFd, head: Head) -> io::Result<Arena> {
+        let bytes = source.mapping.bytes();
         tracing::info!(bytes, pages = source.pages.name(), why = source.why, "host arena");
-        let table_bytes = bytes / PAGE_BYTES * DESCRIPTOR_BYTES as u64;
-        let descriptor_fd = memfd("kvtide-descriptors", table_bytes, MemfdFlags::empty())?;
-        let descriptors = Mapping::of_file(descriptor_fd.as_fd(), table_bytes)?;
+        let descriptors = Mapping::of_file(descriptor_fd.as_fd(), head.table_bytes())?;
         let touch = Arc::new(Touch {
             mapping: source.mapping,
             stop: AtomicBool::new(false),
             done: AtomicU64::new(0),
         });
-        let toucher = Arc::clone(&touch);
-        std::thread::Builder::new().name("kvtide-touch".into()).spawn(move || toucher.run())?;
-        Ok(Arc::new(Arena {
+        Ok(Arena {
             touch,
-            slab_bytes,
-            slabs: (0..slabs).map(|_| RwLock::default()).collect(),
+            slab_bytes: head.slab_bytes(),
+            slabs: (0..head.slabs()).map(|_| RwLock::default()).collect(),
             fd: source.fd,
             pages: source.pages,
             pages_why: source.why,
             descriptor_fd,
             descriptors,
-        }))
+            head,
+        })
+    }
+
+    fn start(arena: Arena) -> io::Result<Arc<Arena>> {
+        let toucher = Arc::clone(&arena.touch);
+        std::thread::Builder::new().name("kvtide-touch".into()).spawn(move || toucher.run())?;
+        Ok(Arc::new(arena))
+    }
+
+    /// What seeds the checksums of the descriptors here ([`crate::block::Place::Host`]).
+    pub fn salt(&self) -> u64 {
+        self.head.salt()
+    }
+
+    /// The slabs that are cut into slots, each with the slots whose descriptors are not empty.
+    pub fn kept_slabs(&self) -> Vec<KeptSlab> {
+        let slabs = (0..self.slabs()).filter_map(|slab| {
+            let slot_bytes = self.slot_bytes(slab)?;
+            let slots = (0..self.slab_bytes / slot_bytes).filter_map(|index| {
+                let slot = self.slot(slab, index)?;
+                let descriptor = self.descriptor(slot)?;
+                descriptor.iter().any(|byte| *byte != 0).then_some((slot, descriptor))
+            });
+            let slots: Vec<_> = slots.collect();
+            (!slots.is_empty()).then_some(KeptSlab { slab, slot_bytes, slots })
+        });
+        slabs.collect()
     }
 
     /// Bytes of all slabs.
@@ -210,14 +246,10 @@ impl Arena {
         Some(huge_bytes_in(&smaps, self.touch.mapping.base() as u64, self.bytes()))
     }
 
-    /// The memory's memfd, to be handed to a next daemon. `None` for private memory.
-    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
-        self.fd.as_ref().map(|fd| fd.as_fd())
-    }
-
-    /// The descriptor table's memfd.
-    pub fn descriptor_fd(&self) -> BorrowedFd<'_> {
-        self.descriptor_fd.as_fd()
+    /// What a next daemon needs to take the memory over: the memory and its table. `None` for
+    /// private memory.
+    pub fn files(&self) -> Option<(BorrowedFd<'_>, BorrowedFd<'_>)> {
+        Some((self.fd.as_ref()?.as_fd(), self.descriptor_fd.as_fd()))
     }
 
     /// Cuts a slab into slots of `slot_bytes`, and forgets the descriptors of the slots it had.
@@ -239,10 +271,9 @@ impl Arena {
             let at = first + index * DESCRIPTOR_BYTES as u64;
             self.descriptors.copy_in(at, &[0; DESCRIPTOR_BYTES]);
         }
-        *binding = Binding {
-            slot_bytes,
-            states: (0..self.slab_bytes / slot_bytes).map(|_| AtomicU32::new(0)).collect(),
-        };
+        // No descriptor is there by which a next daemon could take bytes of the old cut for slots.
+        kept::write_binding(&self.descriptors, slab, slot_bytes);
+        *binding = Binding::new(slot_bytes, self.slab_bytes);
         Ok(())
     }
 
@@ -338,8 +369,7 @@ impl Arena {
 
     /// A table as long as if all slots were single pages, dense within each slab.
     fn descriptor_offset(&self, slab: u32, index: u32) -> u64 {
-        let per_slab = u64::from(self.slab_bytes) / PAGE_BYTES;
-        (u64::from(slab) * per_slab + u64::from(index)) * DESCRIPTOR_BYTES as u64
+        self.head.descriptor_offset(slab, index)
     }
 
     /// Slab, index and slot size of a slot.
@@ -381,6 +411,25 @@ impl Arena {
     }
 }
 
+/// The bytes of all whole slabs.
+fn check_size(bytes: u64, slab_bytes: u32) -> io::Result<u64> {
+    let bad = |why: &str| Err(io::Error::new(io::ErrorKind::InvalidInput, why.to_owned()));
+    if slab_bytes == 0 || !u64::from(slab_bytes).is_multiple_of(PAGE_BYTES) {
+        return bad("slabs must be whole pages of 4 KiB");
+    }
+    if slab_bytes > SLAB_BYTES_MAX {
+        return bad("slabs must be at most 1 GiB");
+    }
+    let bytes = bytes / u64::from(slab_bytes) * u64::from(slab_bytes);
+    if bytes == 0 {
+        return bad("not one slab fits into the arena");
+    }
+    if bytes / PAGE_BYTES > u64::from(u32::MAX) {
+        return bad("the arena is larger than 16 TiB");
+    }
+    Ok(bytes)
+}
+
 impl Drop for Arena {
     fn drop(&mut self) {
         self.touch.stop.store(true, Ordering::Relaxed);
@@ -412,67 +461,6 @@ impl Touch {
             self.done.store(at, Ordering::Release);
         }
     }
-}
-
-/// Where the arena's memory comes from.
-struct Source {
-    mapping: Mapping,
-    fd: Option<OwnedFd>,
-    pages: PageKind,
-    why: String,
-}
-
-impl Source {
-    fn best(bytes: u64) -> io::Result<Source> {
-        let reserved = match reserved_huge(bytes) {
-            Ok(source) => return Ok(source),
-            Err(error) => error,
-        };
-        let shared = setting("shmem_enabled");
-        let private = setting("enabled");
-        let why = format!(
-            "no reserved huge pages for it ({reserved}); transparent huge pages: \
-             shmem_enabled={shared}, enabled={private}"
-        );
-        let shared_huge = matches!(&*shared, "always" | "within_size" | "advise" | "force");
-        if !shared_huge && matches!(&*private, "always" | "madvise") {
-            let mapping = Mapping::anonymous(bytes)?;
-            if mapping.advise_huge() {
-                let pages = PageKind::PrivateTransparentHuge;
-                return Ok(Source { mapping, fd: None, pages, why });
-            }
-        }
-        let fd = memfd("kvtide-arena", bytes, MemfdFlags::empty())?;
-        let mapping = Mapping::of_file(fd.as_fd(), bytes)?;
-        let huge = mapping.advise_huge() && shared_huge;
-        let pages = if huge { PageKind::SharedTransparentHuge } else { PageKind::Plain };
-        Ok(Source { mapping, fd: Some(fd), pages, why })
-    }
-}
-
-/// Mapping reserves the pages, so that none can be missing later (which would be SIGBUS).
-fn reserved_huge(bytes: u64) -> io::Result<Source> {
-    let whole = bytes.next_multiple_of(HUGE_PAGE_BYTES);
-    let fd = memfd("kvtide-arena", whole, MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB)?;
-    let mapping = Mapping::of_file(fd.as_fd(), bytes)?;
-    let why = "reserved huge pages were there".to_owned();
-    Ok(Source { mapping, fd: Some(fd), pages: PageKind::ReservedHuge, why })
-}
-
-fn memfd(name: &str, bytes: u64, flags: MemfdFlags) -> io::Result<OwnedFd> {
-    let flags = flags | MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    let fd = rustix::fs::memfd_create(name, flags)?;
-    rustix::fs::ftruncate(&fd, bytes)?;
-    rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)?;
-    Ok(fd)
-}
-
-/// The chosen word of a transparent-huge-page setting (`always [madvise] never`).
-fn setting(name: &str) -> String {
-    let path = format!("/sys/kernel/mm/transparent_hugepage/{name}");
-    let text = std::fs::read_to_string(path).unwrap_or_default();
-    let chosen = text.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
-    chosen.map_or_else(|| "unknown".to_owned(), |(word, _)| word.to_owned())
 }
 
 /// Adds up what the kernel says of huge pages in the mappings that overlap the range.
