@@ -515,9 +515,10 @@ mod tests {
             for who in everybody(&shape) {
                 let [layer, v, token, head, at] = who;
                 let own = element(&shape, layer, v, token, head, at);
-                let (was, is) = (value(shape.form.wide, &raw, own), value(shape.form.wide, &again, own));
-                let sharers = sharers(&shape, who).into_iter();
-                let peak = sharers.map(|at| value(shape.form.wide, &raw, at).abs()).fold(0.0, f32::max);
+                let read = |bytes: &[u8], at| value(shape.form.wide, bytes, at);
+                let (was, is) = (read(&raw, own), read(&again, own));
+                let all = sharers(&shape, who).into_iter();
+                let peak = all.map(|at| read(&raw, at).abs()).fold(0.0, f32::max);
                 // Half a step, and what a scale and the result lose by rounding.
                 let step = match shape.form.narrow {
                     Narrow::Int8 => peak / 127.0 * 0.51 + was.abs() / 100.0,
