@@ -123,7 +123,8 @@ impl Gguf {
         if magic != b"GGUF" || !(2..=3).contains(&version) {
             return Err(GgufError::NotGguf);
         }
-        // A tensor has a name, a number of dimensions, a type and an offset; a key a name and a type.
+        // A tensor has a name, a number of dimensions, a type and an offset; a key has a name and a
+        // type.
         let tensor_count = reader.count(8 + 4 + 4 + 8, "the number of tensors")?;
         let value_count = reader.count(8 + 4, "the number of keys")?;
         let mut values = HashMap::new();

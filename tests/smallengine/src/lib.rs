@@ -1,8 +1,8 @@
 //! A small inference engine for the tests and benches of kvtide, and an example for engine authors.
 //!
-//! It runs Llama models on the CPU, in a few hundred lines: [`Weights`] are read from a GGUF file or
-//! made from a seed, an [`Engine`] prefills prompts and decodes greedily. It is no fast engine and
-//! has no batching: one sequence at a time.
+//! It runs Llama models on the CPU, in a few hundred lines: [`Weights`] are read from a GGUF file
+//! or made from a seed, an [`Engine`] prefills prompts and decodes greedily. It is no fast engine
+//! and has no batching: one sequence at a time.
 //!
 //! What it has to do with kvtide is in `cache.rs`, and is all of it:
 //!

@@ -1,4 +1,4 @@
-//! The program that the tests run: the daemon, its inspector, an engine with a GPU, an engine with a
+//! The program that the tests run: the daemon, its inspector, an engine with a GPU, one with a
 //! model, or a client that is going to be killed.
 
 #![forbid(unsafe_code)]
