@@ -79,10 +79,10 @@ fn eight_conversations_over_four_processes_compute_what_is_new() {
         (without, with) = (without + said, with + computed);
         println!("{:>4}  {said:>13}  {computed:>9}  {without:>20}  {with:>7}", turn + 1);
     }
-    // All that was ever said, and at most a block and a token more for each turn.
-    let said: usize = conversations.iter().map(|each| each.tokens.len()).sum();
-    let once = said - (CONVERSATIONS - 1) * SYSTEM_TOKENS;
-    let bound = once + CONVERSATIONS * TURNS * TOKENS_PER_BLOCK;
+    // The system prompt, the messages, and the last token of each answer that was gone on from,
+    // which the decoding did not compute; and less than a block more in each turn.
+    let once = SYSTEM_TOKENS + CONVERSATIONS * (TURNS * MESSAGE_TOKENS + TURNS - 1);
+    let bound = once + CONVERSATIONS * TURNS * (TOKENS_PER_BLOCK - 1);
     println!("new tokens: {once}; prefilled: {with}; without reuse: {without}");
     assert!(with <= bound, "{with} tokens were prefilled, {once} were new");
     assert!(without > 5 * with, "{without} without reuse, {with} with it");

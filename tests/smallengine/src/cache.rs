@@ -98,7 +98,7 @@ impl Cache {
         self.client.store_prefix(&self.namespace, conversation, region, &keys, new, self.wait)
     }
 
-    /// Where the blocks of a prompt lie that [`Cache::load`] would find now.
+    /// Where the blocks of a prompt lie that a turn would load now.
     pub fn find(&self, prompt: &[u32]) -> Vec<Run> {
         let keys = self.namespace.chain(all_but_last(prompt));
         match self.client.lookup(&[(&self.namespace, &keys)], Duration::ZERO) {
