@@ -50,8 +50,8 @@ pub struct TtftArgs {
     /// and 4096 (64 and 128 with `--quick`).
     #[arg(long, value_delimiter = ',', value_name = "LIST")]
     prefixes: Vec<usize>,
-    /// Tokens of the prompt behind the prefix, which are new in any case: less than a block, so that
-    /// no turn stores any. Default: half a block.
+    /// Tokens of the prompt behind the prefix, which are new in any case: less than a block, so
+    /// that no turn stores any. Default: half a block.
     #[arg(long)]
     new_tokens: Option<usize>,
     /// Rounds; medians are reported. Default: 3 (2 with `--quick`).
@@ -90,8 +90,8 @@ pub fn run(args: &TtftArgs) -> anyhow::Result<ExitCode> {
     let new_tokens = args.new_tokens.unwrap_or(per_block.div_ceil(2).min(per_block - 1));
     ensure!(
         (1..per_block).contains(&new_tokens),
-        "--new-tokens is {new_tokens}; it must be at least 1 and less than the {per_block} tokens of \
-         a block"
+        "--new-tokens is {new_tokens}; it must be at least 1 and less than the {per_block} tokens \
+         of a block"
     );
     let mut prompts = prompts(args, &facts, new_tokens)?;
     let longest = prompts.iter().map(|prompt| prompt.tokens.len()).max().unwrap_or(0);
