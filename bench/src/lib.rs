@@ -3,7 +3,8 @@
 //! [`trace`] reads recorded requests, [`payload`] makes bytes that can be checked, `sim` drives the
 //! pure core with them, [`replay`] a real daemon, [`tiers`] sets the daemon beside `memcpy` and
 //! beside a raw ring, [`peers`] beside what else keeps blocks, [`scale`] measures the catalog,
-//! recovery and calls as their number grows, and [`device`] the GPU's kernels beside its copies.
+//! recovery and calls as their number grows, [`ttft`] reload beside recompute in an engine, and
+//! [`device`] the GPU's kernels beside its copies.
 //! Everything here measures or checks; nothing here is part of the product.
 
 #![forbid(unsafe_code)]
@@ -21,4 +22,5 @@ pub mod sim;
 
 pub mod tiers;
 pub mod trace;
+pub mod ttft;
 pub mod units;

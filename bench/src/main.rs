@@ -6,7 +6,7 @@
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use kvtide_bench::{device, peers, replay, scale, sim, tiers};
+use kvtide_bench::{device, peers, replay, scale, sim, tiers, ttft};
 
 #[derive(Parser)]
 #[command(version, about = "Trace replay, simulation and yardsticks of kvtide")]
@@ -29,6 +29,10 @@ enum Command {
     Device(device::DeviceArgs),
     /// The catalog alone at 10^4 to 10^7 blocks, recovery by store size, lookups by clients.
     Scale(scale::ScaleArgs),
+    /// The time to the first token: reload from host RAM and nvme, beside recompute.
+    Ttft(ttft::TtftArgs),
+    /// Tokens that conversations prefill which wander over processes, beside no reuse.
+    Chats(ttft::ChatsArgs),
     /// One measurement of `scale`, in a process of its own.
     #[command(name = "__scale", hide = true)]
     ScalePart(scale::PartArgs),
@@ -44,12 +48,16 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    // `replay`, `tiers` and `peers` start their daemons and servers by running this program again.
+    // Daemons, servers and engines are started by running this program again.
     let mut args = std::env::args_os().skip(1);
     let first = args.next().unwrap_or_default();
     if first == "__daemon" {
         kvtide_bench::daemon::end_with_parent();
         return kvtide_daemon::run_daemon(args);
+    }
+    if first == "__inference" {
+        kvtide_bench::daemon::end_with_parent();
+        return smallengine::process::run(args);
     }
     if first == "__exec" {
         eprintln!("kvtide-bench: {:#}", kvtide_bench::daemon::become_program(args));
@@ -62,6 +70,8 @@ fn main() -> ExitCode {
         Command::Pong => tiers::run_pong(),
         Command::Peers(args) => peers::run(&args),
         Command::Scale(args) => scale::run(&args),
+        Command::Ttft(args) => ttft::run(&args),
+        Command::Chats(args) => ttft::run_chats(&args),
         Command::ScalePart(args) => scale::run_part(&args),
         Command::Device(args) => device::run(&args),
         Command::Peer(args) => device::run_peer(&args),

@@ -10,6 +10,7 @@ pub mod churn;
 mod daemon;
 mod engine;
 pub mod gpu;
+pub mod inference;
 mod manager;
 mod payload;
 mod peer;

@@ -19,6 +19,7 @@ mod measure;
 mod memcpy;
 mod raw;
 mod set;
+mod yardstick;
 
 use std::{path::PathBuf, process::ExitCode};
 
@@ -28,6 +29,7 @@ use serde_json::{Value, json};
 
 pub use self::calls::run_pong;
 pub(crate) use self::measure::median;
+pub(crate) use self::yardstick::{Loaded, Yardsticks};
 use self::{
     calls::Calls,
     client::Fleet,
