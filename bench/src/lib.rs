@@ -14,6 +14,7 @@ pub mod device;
 pub mod payload;
 pub mod peers;
 pub mod process;
+pub mod quality;
 pub mod replay;
 pub mod report;
 pub mod scale;

@@ -6,7 +6,7 @@
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use kvtide_bench::{device, peers, replay, scale, sim, tiers, ttft};
+use kvtide_bench::{device, peers, quality, replay, scale, sim, tiers, ttft};
 
 #[derive(Parser)]
 #[command(version, about = "Trace replay, simulation and yardsticks of kvtide")]
@@ -25,6 +25,8 @@ enum Command {
     Tiers(tiers::TiersArgs),
     /// Store and load through a real daemon, beside files, foyer, Redis and memcached.
     Peers(peers::PeersArgs),
+    /// What keeping KV in 8 bits costs: divergence, perplexity, room and speed, on a real model.
+    Quality(quality::QualityArgs),
     /// Gather, scatter, checksum and copies on a GPU, beside the largest copies of the same card.
     Device(device::DeviceArgs),
     /// The catalog alone at 10^4 to 10^7 blocks, recovery by store size, lookups by clients.
@@ -65,6 +67,7 @@ fn main() -> ExitCode {
     }
     let result = match Cli::parse().command {
         Command::Replay(args) => replay::run(&args),
+        Command::Quality(args) => quality::run(&args),
         Command::Sim(args) => sim::run(&args),
         Command::Tiers(args) => tiers::run(&args),
         Command::Pong => tiers::run_pong(),

@@ -57,9 +57,20 @@ impl Cache {
         tokens_per_block: u32,
         wait: Duration,
     ) -> Result<Cache, ClientError> {
+        Cache::open(config, namespace(weights, tokens_per_block), wait)
+    }
+
+    /// As [`Cache::connect`], with a namespace of the caller's.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub fn open(
+        config: ClientConfig,
+        namespace: Namespace,
+        wait: Duration,
+    ) -> Result<Cache, ClientError> {
         let client = Client::connect(config)?;
-        let spec = NamespaceSpec::own(namespace(weights, tokens_per_block));
-        let namespace = client.open_namespace(&spec)?;
+        let namespace = client.open_namespace(&NamespaceSpec::own(namespace))?;
         Ok(Cache { client, namespace, wait })
     }
 
