@@ -346,6 +346,7 @@ fn node_config(config: &Config, folder: &Arc<StoreFolder>) -> NodeConfig {
         segment_bytes: nvme.segment_bytes,
         block_bytes_min: nvme.block_bytes_min,
         queue_depth: nvme.queue_depth,
+        write_bytes_per_day: nvme.write_bytes_per_day,
         ring: match nvme.io {
             NvmeIo::Auto => RingChoice::Auto,
             NvmeIo::Uring => RingChoice::Uring,
@@ -357,7 +358,12 @@ fn node_config(config: &Config, folder: &Arc<StoreFolder>) -> NodeConfig {
     // One session is the daemon's own.
     let sessions = config.limits.catalog.sessions.saturating_add(1);
     NodeConfig {
-        host: HostConfig { bytes: config.host.bytes, slab_bytes: config.host.slab_bytes },
+        host: HostConfig {
+            bytes: config.host.bytes,
+            slab_bytes: config.host.slab_bytes,
+            policy: config.host.policy,
+        },
+        device_policy: config.device.policy,
         nvme,
         devices: devices::node_devices(&config.device),
         copy_threads: config.copy_threads,

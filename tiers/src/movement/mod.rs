@@ -19,7 +19,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::block::NamespaceId;
-use crate::catalog::{Limits, slab_bytes_for};
+use crate::catalog::{Limits, PolicyChoice, slab_bytes_for};
 use crate::io::fault::{FaultConfig, FaultCounts};
 use crate::io::{BlockDevice, PageKind, RingChoice, RingReport};
 use crate::segment::{RecoveryReport, StoreGeometry};
@@ -36,6 +36,11 @@ pub struct NodeConfig {
     pub host: HostConfig,
     /// GPUs, if there are any.
     pub devices: Vec<DeviceConfig>,
+    /// Which copy leaves the pool of a GPU first. Default: predicted reuse.
+    pub device_policy: PolicyChoice,
+    /// Whether predicted reuse is weighted by what computing a block again would take. Default:
+    /// false.
+    pub weigh_cost: bool,
     /// Segments, if wanted.
     pub nvme: Option<NvmeConfig>,
     /// Threads that copy and check host bytes. Default: half of the cores, at least 1, at most 8.
@@ -73,8 +78,10 @@ impl NodeConfig {
     pub fn new(host_bytes: u64) -> NodeConfig {
         let cores = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
         NodeConfig {
-            host: HostConfig { bytes: host_bytes, slab_bytes: None },
+            host: HostConfig::new(host_bytes),
             devices: Vec::new(),
+            device_policy: PolicyChoice::default(),
+            weigh_cost: false,
             nvme: None,
             copy_threads: (cores / 2).clamp(1, 8),
             limits: Limits::default(),
@@ -93,9 +100,16 @@ pub struct HostConfig {
     /// Bytes of a slab, a multiple of 2 MiB; the largest block. Default: a 64th of the arena,
     /// 4 MiB to 64 MiB.
     pub slab_bytes: Option<u32>,
+    /// Which copy leaves first. Default: predicted reuse.
+    pub policy: PolicyChoice,
 }
 
 impl HostConfig {
+    /// The defaults for an arena of `bytes`.
+    pub fn new(bytes: u64) -> HostConfig {
+        HostConfig { bytes, slab_bytes: None, policy: PolicyChoice::default() }
+    }
+
     /// Bytes of a slab, chosen or by default.
     pub fn slab(&self) -> u32 {
         self.slab_bytes.unwrap_or_else(|| slab_bytes_for(self.bytes))
@@ -115,6 +129,8 @@ pub struct NvmeConfig {
     pub block_bytes_min: u32,
     /// Most operations in flight. Default: 32.
     pub queue_depth: u32,
+    /// Bytes that may be written in a day, an hour's share at most in any hour. Default: no limit.
+    pub write_bytes_per_day: Option<u64>,
     /// io_uring or pread and pwrite. Default: what works.
     pub ring: RingChoice,
     /// Faults to inject, for tests.
@@ -148,6 +164,7 @@ impl NvmeConfig {
             segment_bytes: None,
             block_bytes_min: crate::segment::BLOCK_BYTES_MIN_DEFAULT,
             queue_depth: 32,
+            write_bytes_per_day: None,
             ring: RingChoice::Auto,
             fault: None,
             wrap: None,

@@ -22,7 +22,9 @@ fn config(host_blocks: u64, nvme: bool) -> CatalogConfig {
     CatalogConfig {
         host_bytes: host_blocks * u64::from(BLOCK),
         slab_bytes: BLOCK * 4,
-        host_policy: || Box::new(Lru::default()),
+        host_policy: PolicyChoice::Lru,
+        device_policy: PolicyChoice::Lru,
+        weigh_cost: false,
         devices: vec![],
         nvme: nvme.then(|| NvmeShape {
             geometry: geometry(),
@@ -32,6 +34,7 @@ fn config(host_blocks: u64, nvme: bool) -> CatalogConfig {
             reads_in_flight: 4,
             clean_segments: 2,
             reinsert_percent: 25,
+            write_bytes_per_day: None,
         }),
         limits: Limits::default(),
         copy_threads: 1,
@@ -215,7 +218,7 @@ impl Edge {
 
     fn lookup(&mut self, keys: Vec<BlockKey>, lease_ms: u32) -> LookupReply {
         let prefixes = vec![PrefixQuery { namespace: NAMESPACE, keys }];
-        match self.ask(Request::Lookup { prefixes, lease_ms }) {
+        match self.ask(Request::Lookup { prefixes, lease_ms, hints: Hints::default() }) {
             Some(Reply::Lookup(reply)) => reply,
             Some(Reply::Busy(_)) => LookupReply::default(),
             other => panic!("{other:?}"),
@@ -236,6 +239,7 @@ impl Edge {
             region: self.region_id(),
             after_event: None,
             blocks,
+            hints: Hints::default(),
         };
         match self.ask(request) {
             Some(Reply::Ticket(ticket)) => Some(ticket),
@@ -296,7 +300,7 @@ impl Catalog {
                         (in_host[at].0 + 1, in_host[at].1 + super::copies::slot_bytes(block));
                 }
                 orphans[at] += if block.orphan { u64::from(location.stored_bytes) } else { 0 };
-            } else if matches!(block.host, HostCopy::Resident { .. }) {
+            } else if matches!(block.host, HostCopy::Resident { .. }) && !block.is_refused() {
                 dirty += u64::from(BLOCK);
             }
             let parent = block.parent;
@@ -427,6 +431,7 @@ fn the_first_writer_wins_and_a_mismatch_is_counted() {
         region: edge.region_id(),
         after_event: None,
         blocks: vec![block],
+        hints: Hints::default(),
     };
     let Some(Reply::Ticket(ticket)) = edge.ask(request) else { panic!("no ticket") };
     assert_eq!(edge.outcomes(Some(ticket)), [Outcome::Rejected(RejectReason::Mismatch)]);
@@ -452,7 +457,7 @@ fn a_block_of_another_namespace_is_absent() {
     let keys = chain(1, 3);
     edge.store(&keys, 0);
     let prefixes = vec![PrefixQuery { namespace: NamespaceId(2), keys }];
-    let reply = edge.ask(Request::Lookup { prefixes, lease_ms: 1000 });
+    let reply = edge.ask(Request::Lookup { prefixes, lease_ms: 1000, hints: Hints::default() });
     assert!(matches!(reply, Some(Reply::Lookup(found)) if found == LookupReply::default()));
 }
 
@@ -462,7 +467,11 @@ fn the_run_is_what_all_prefixes_have() {
     edge.store(&chain(1, 8), 0);
     edge.store(&chain(2, 5), 0);
     let prefix = |number| PrefixQuery { namespace: NAMESPACE, keys: chain(number, 8) };
-    let request = Request::Lookup { prefixes: vec![prefix(1), prefix(2)], lease_ms: 0 };
+    let request = Request::Lookup {
+        prefixes: vec![prefix(1), prefix(2)],
+        lease_ms: 0,
+        hints: Hints::default(),
+    };
     assert!(matches!(edge.ask(request), Some(Reply::Lookup(found)) if found.blocks == 5));
 }
 
@@ -601,6 +610,7 @@ fn parents_that_form_a_ring_do_no_harm() {
             region: edge.region_id(),
             after_event: None,
             blocks: vec![block],
+            hints: Hints::default(),
         };
         edge.ask(request);
     }
