@@ -30,7 +30,13 @@ fn args(trace: PathBuf, policy: &str, capacity_blocks: Option<u64>) -> sim::SimA
         host_bytes: 1 << 30,
         device_bytes: None,
         nvme_bytes: None,
+        nvme_write_bytes_per_day: None,
         clients: 1,
+        hints: sim::SimHints::None,
+        trace_time: false,
+        weigh_cost: false,
+        compare: false,
+        block_tokens: None,
         requests: None,
         json: false,
     }
@@ -72,6 +78,44 @@ fn fifo_on_conversations() {
 #[test]
 fn sieve_on_conversations() {
     check(CONVERSATION, "mooncake_conversation", "sieve", 0);
+}
+
+/// At least as many hits as were reached, at each capacity.
+fn reaches(file: &str, policy: &str, goals: &[(u64, u64)]) {
+    let Some(path) = trace(file) else { return };
+    for (blocks, least) in goals {
+        let result = sim::simulate(&args(path.clone(), policy, Some(*blocks))).unwrap();
+        let hits = result.summary.blocks_hit_host;
+        assert!(hits >= *least, "{file}, {policy}, {blocks} blocks: {hits} hits");
+        assert_eq!(result.not_stored, 0);
+    }
+}
+
+#[test]
+fn predicted_reuse_on_conversations() {
+    let goals = [(1_828, 25_000), (5_484, 48_000), (18_279, 81_500), (54_837, 102_700)];
+    reaches(CONVERSATION, "pre", &goals);
+}
+
+#[test]
+fn arc_on_conversations() {
+    reaches(CONVERSATION, "arc", &[(18_279, 81_000)]);
+}
+
+#[test]
+fn a_perfect_hint_on_conversations() {
+    let Some(path) = trace(CONVERSATION) else { return };
+    let args = sim::SimArgs { hints: sim::SimHints::Perfect, ..args(path, "pre", Some(5_484)) };
+    let hits = sim::simulate(&args).unwrap().summary.blocks_hit_host;
+    assert!(hits >= 78_000, "{hits} hits");
+}
+
+#[test]
+fn the_optimum_on_conversations() {
+    let Some(path) = trace(CONVERSATION) else { return };
+    for (blocks, hits) in golden("mooncake_conversation", "belady") {
+        assert_eq!(sim::optimum(&path, blocks as usize).unwrap(), hits, "{blocks} blocks");
+    }
 }
 
 #[test]

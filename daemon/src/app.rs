@@ -362,6 +362,7 @@ fn node_config(
         segment_bytes: nvme.segment_bytes,
         block_bytes_min: nvme.block_bytes_min,
         queue_depth: nvme.queue_depth,
+        write_bytes_per_day: nvme.write_bytes_per_day,
         ring: match nvme.io {
             NvmeIo::Auto => RingChoice::Auto,
             NvmeIo::Uring => RingChoice::Uring,
@@ -377,8 +378,10 @@ fn node_config(
             slab_bytes: config.host.slab_bytes,
             always_shared: config.host.keep == HostKeep::Always,
             handed_over,
+            policy: config.host.policy,
             ..HostConfig::new(config.host.bytes)
         },
+        device_policy: config.device.policy,
         nvme,
         devices: devices::node_devices(&config.device),
         copy_threads: config.copy_threads,

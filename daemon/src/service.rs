@@ -12,7 +12,7 @@ use kvtide_client::protocol::{
 };
 use kvtide_tiers::block::{BlockKey, GpuRegionSpec, NamespaceId, RegionLayout};
 use kvtide_tiers::catalog::{
-    CodecReport, Forget, InspectPage, InspectQuery, LeaseId, LoadBlock, LookupReply, PinId,
+    CodecReport, Forget, Hints, InspectPage, InspectQuery, LeaseId, LoadBlock, LookupReply, PinId,
     PrefixQuery, Refusal, RegionId, Reply, Request, StoreBlock, TicketId,
 };
 use kvtide_tiers::io::{Region, SharedMemory};
@@ -184,7 +184,7 @@ impl Service {
         }
         let asked = prefixes.first().map_or(0, |prefix| prefix.keys.len());
         let lease_ms = lease_ms.min(limits.catalog.lease_ms_max);
-        match self.ask(Request::Lookup { prefixes, lease_ms }).await? {
+        match self.ask(Request::Lookup { prefixes, lease_ms, hints: Hints::default() }).await? {
             Reply::Lookup(reply) => {
                 let counters = &self.session.counters;
                 counters.lookups.fetch_add(1, Ordering::Relaxed);
@@ -235,7 +235,9 @@ impl Service {
             .collect();
         let WireStore { conversation, region, after_event, .. } = store;
         gpu::check_event(&self.session, region, after_event)?;
-        let request = Request::Store { namespace, conversation, region, after_event, blocks };
+        let hints = Hints::default();
+        let request =
+            Request::Store { namespace, conversation, region, after_event, blocks, hints };
         self.ticket(request, wait_ms).await
     }
 
@@ -527,7 +529,7 @@ impl Kvtide for Service {
     async fn touch(self, _: Context, prefix: WirePrefix) -> Result<u64, CallError> {
         self.called("touch");
         let result = match self.prefix(&prefix) {
-            Ok(prefix) => self.count(Request::Touch { prefix }).await,
+            Ok(prefix) => self.count(Request::Touch { prefix, hints: Hints::default() }).await,
             Err(error) => Err(error),
         };
         self.done(result)

@@ -12,8 +12,8 @@ use kvtide_tiers::block::{
     BlockKey, ElementType, GpuOrder, GpuUuid, NamespaceId, Plane, RegionLayout,
 };
 use kvtide_tiers::catalog::{
-    CatalogStats, CodecChoice, LoadBlock, NamespaceInfo, Outcome, PrefixQuery, RegionId, Reply,
-    Request, SessionId, StoreBlock, TenantId, TicketId, Tier,
+    CatalogStats, CodecChoice, Hints, LoadBlock, NamespaceInfo, Outcome, PrefixQuery, RegionId,
+    Reply, Request, SessionId, StoreBlock, TenantId, TicketId, Tier,
 };
 use kvtide_tiers::io::{RingChoice, SharedMemory};
 use kvtide_tiers::movement::{
@@ -165,14 +165,25 @@ impl Engine {
             blocks.push(StoreBlock { key: key(number), parent, position, tokens: 16, place });
         }
         let (namespace, region, conversation) = (NAMESPACE, self.region, 0);
-        let after_event = None;
-        self.wait(self.ask(Request::Store { namespace, conversation, region, after_event, blocks }))
+        let (after_event, hints) = (None, Hints::default());
+        self.wait(self.ask(Request::Store {
+            namespace,
+            conversation,
+            region,
+            after_event,
+            blocks,
+            hints,
+        }))
     }
 
     /// Loads what is there, block `n` to place `n`, and compares every byte.
     fn load(&self, numbers: std::ops::Range<u32>) -> Vec<Outcome> {
         let prefix = PrefixQuery { namespace: NAMESPACE, keys: numbers.clone().map(key).collect() };
-        let found = self.ask(Request::Lookup { prefixes: vec![prefix], lease_ms: 60_000 });
+        let found = self.ask(Request::Lookup {
+            prefixes: vec![prefix],
+            lease_ms: 60_000,
+            hints: Hints::default(),
+        });
         let Reply::Lookup(found) = found else { panic!("{found:?}") };
         let Some(lease) = found.lease else { return vec![] };
         let numbers: Vec<u32> = numbers.take(found.blocks as usize).collect();

@@ -4,8 +4,8 @@
 //! it; another engine reloads it and is then given the text's next tokens one after the other
 //! (teacher forcing). Its logits for each of them stand against those after an exact reload:
 //! Kullback-Leibler divergence, whether the likeliest token is the same, and perplexity. What is
-//! reloaded exactly has to give the very bits of a recompute. Beside it: bytes kept for each byte of
-//! KV, and how fast blocks are stored and loaded.
+//! reloaded exactly has to give the very bits of a recompute. Beside it: bytes kept for each byte
+//! of KV, and how fast blocks are stored and loaded.
 //!
 //! The lossless codec is measured on the same blocks, as nvme would have them, without a drive.
 
@@ -361,12 +361,10 @@ fn report(
     }
     table.say();
     say("");
-    say(
-        "KL: of the next token's distribution after an exact reload from that after this one, nats.\n\
-         raw and lz4 lose nothing; lz4's speeds are those of the codec alone, as nvme uses it. int8\n\
-         and fp8 are kept so in host RAM and on nvme; speeds are of the KV as the engine has it,\n\
-         through the daemon, one call for all blocks, host RAM.",
-    );
+    say("KL: of the next token's distribution after an exact reload from that after this one,\n\
+         nats. raw and lz4 lose nothing; lz4's speeds are those of the codec alone, as nvme uses\n\
+         it. int8 and fp8 are kept so in host RAM and on nvme; speeds are of the KV as the engine\n\
+         has it, through the daemon, one call for all blocks, host RAM.");
     Ok(())
 }
 

@@ -188,6 +188,7 @@ pub(super) fn measure(args: &CatalogArgs) -> anyhow::Result<Value> {
         host: (host_blocks * BLOCK_BYTES).max(256 << 20),
         nvme: Some(nvme / PAGE_BYTES * PAGE_BYTES),
         block: BLOCK_BYTES,
+        write_bytes_per_day: None,
     };
     let resident = || memory(std::process::id()).context("no /proc to read memory from");
     let before = resident()?.rss_bytes;

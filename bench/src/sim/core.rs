@@ -11,9 +11,9 @@ use kvtide_tiers::{
     block::{BlockKey, ElementType, NamespaceId, Sum128},
     catalog::{
         Action, AskId, Catalog, CatalogConfig, CatalogStats, CodecChoice, DeviceShape, Event,
-        GpuId, LeaseId, Limit, Limits, LoadBlock, LookupReply, NamespaceInfo, NvmeShape, Outcome,
-        Policy, PrefixQuery, RegionId, Reply, Request, SessionId, StoreBlock, TenantId, Tier,
-        Timestamp, WRITE_BYTES_IN_FLIGHT,
+        GpuId, Hints, LeaseId, Limit, Limits, LoadBlock, LookupReply, NamespaceInfo, NvmeShape,
+        Outcome, PolicyChoice, PrefixQuery, RegionId, Reply, Request, SessionId, StoreBlock,
+        TenantId, Tier, Timestamp, WRITE_BYTES_IN_FLIGHT,
     },
     movement::{NodeConfig, NvmeConfig},
     segment::{OpenStore, StoreGeometry},
@@ -53,6 +53,8 @@ pub(crate) struct TierBytes {
     pub(crate) device: Option<u64>,
     pub(crate) host: u64,
     pub(crate) nvme: Option<u64>,
+    /// Bytes that may be written to nvme in a day.
+    pub(crate) write_bytes_per_day: Option<u64>,
     /// Of a block.
     pub(crate) block: u64,
 }
@@ -69,19 +71,23 @@ pub(crate) struct Core {
     reply: Option<Reply>,
     ended: Option<Vec<Outcome>>,
     slowest: Duration,
+    /// Tokens of a block and of the path under way.
+    pub(crate) block_tokens: u32,
+    pub(crate) path_tokens: u64,
 }
 
 impl Core {
     /// One tier: host RAM with a slot for each of `blocks` blocks.
-    pub(crate) fn one_tier(policy: &str, blocks: u64) -> anyhow::Result<Core> {
+    pub(crate) fn one_tier(policy: &str, blocks: u64, weigh_cost: bool) -> anyhow::Result<Core> {
         let mut config = config(policy, blocks * u64::from(SMALL_BLOCK), SMALL_BLOCK)?;
         config.trace_order = true;
+        config.weigh_cost = weigh_cost;
         Ok(Core::start(config, SMALL_BLOCK))
     }
 
     /// The tiers of a daemon with these capacities.
     pub(crate) fn tiers(policy: &str, sizes: &TierBytes) -> anyhow::Result<Core> {
-        let TierBytes { device, host: host_bytes, nvme: nvme_bytes, block } = *sizes;
+        let TierBytes { device, host: host_bytes, nvme: nvme_bytes, block, .. } = *sizes;
         let block_bytes = u32::try_from(block).context("blocks must be below 4 GiB")?;
         // The daemon's own way from sizes to shapes.
         let node = NodeConfig::new(host_bytes);
@@ -100,7 +106,8 @@ impl Core {
             let Some(geometry) = nvme.geometry() else {
                 bail!("an nvme tier of {bytes} bytes cannot be cut into four segments");
             };
-            config.nvme = Some(nvme_shape(geometry, 1));
+            let write_bytes_per_day = sizes.write_bytes_per_day;
+            config.nvme = Some(NvmeShape { write_bytes_per_day, ..nvme_shape(geometry, 1) });
         }
         Ok(Core::start(config, block_bytes))
     }
@@ -136,6 +143,8 @@ impl Core {
             reply: None,
             ended: None,
             slowest: Duration::ZERO,
+            block_tokens: 1,
+            path_tokens: u64::MAX,
         };
         core.events.push_back(Event::Namespace(NamespaceInfo {
             id: NAMESPACE,
@@ -167,10 +176,24 @@ impl Core {
         }
     }
 
+    /// Lets time pass until then, from the start.
+    pub(crate) fn advance_to(&mut self, us: u64) {
+        self.advance((1 + us).saturating_sub(self.now.0));
+    }
+
+    /// Begins a request in the order of a trace: blocks of the resident prefix.
+    pub(crate) fn begin(&mut self, keys: &[BlockKey], hints: Hints) -> anyhow::Result<usize> {
+        let prefixes = vec![PrefixQuery { namespace: NAMESPACE, keys: keys.to_vec() }];
+        match self.ask(Request::Lookup { prefixes, lease_ms: 1, hints })? {
+            Reply::Lookup(found) => Ok(found.blocks as usize),
+            other => bail!("a lookup was answered with {other:?}"),
+        }
+    }
+
     /// Blocks of the resident prefix; changes nothing.
     pub(crate) fn peek(&mut self, keys: &[BlockKey]) -> anyhow::Result<usize> {
         let prefixes = vec![PrefixQuery { namespace: NAMESPACE, keys: keys.to_vec() }];
-        match self.ask(Request::Lookup { prefixes, lease_ms: 0 })? {
+        match self.ask(Request::Lookup { prefixes, lease_ms: 0, hints: Hints::default() })? {
             Reply::Lookup(found) => Ok(found.blocks as usize),
             other => bail!("a lookup was answered with {other:?}"),
         }
@@ -183,7 +206,7 @@ impl Core {
         lease_ms: u32,
     ) -> anyhow::Result<(LookupReply, Duration)> {
         let prefixes = vec![PrefixQuery { namespace: NAMESPACE, keys }];
-        match self.timed(Request::Lookup { prefixes, lease_ms })? {
+        match self.timed(Request::Lookup { prefixes, lease_ms, hints: Hints::default() })? {
             (Reply::Lookup(found), took) => Ok((found, took)),
             (other, _) => bail!("a lookup was answered with {other:?}"),
         }
@@ -220,7 +243,7 @@ impl Core {
             return Ok(());
         }
         let prefix = PrefixQuery { namespace: NAMESPACE, keys: keys.to_vec() };
-        match self.ask(Request::Touch { prefix })? {
+        match self.ask(Request::Touch { prefix, hints: Hints::default() })? {
             Reply::Count(blocks) if blocks == keys.len() as u64 => Ok(()),
             other => bail!("a touch of {} blocks was answered with {other:?}", keys.len()),
         }
@@ -237,12 +260,12 @@ impl Core {
     }
 
     /// Looks up a path with a lease and loads what is there.
-    pub(crate) fn load(&mut self, keys: &[BlockKey]) -> anyhow::Result<Loaded> {
+    pub(crate) fn load(&mut self, keys: &[BlockKey], hints: Hints) -> anyhow::Result<Loaded> {
         // As in `replay`: a path that is too long for one lease is looked up in part.
         let mut asked = keys;
         let found = loop {
             let prefixes = vec![PrefixQuery { namespace: NAMESPACE, keys: asked.to_vec() }];
-            match self.answer(Request::Lookup { prefixes, lease_ms: 60_000 })? {
+            match self.answer(Request::Lookup { prefixes, lease_ms: 60_000, hints })? {
                 Reply::Lookup(found) => break found,
                 Reply::Busy(Limit::Pins) if asked.len() > 1 => {
                     asked = asked.split_at(asked.len() / 2).0;
@@ -314,9 +337,13 @@ impl Core {
         for ((key, _, _), place) in blocks.iter().zip(&mut self.places) {
             *place = *key;
         }
+        let (tokens, path_tokens) = (self.block_tokens, self.path_tokens);
         let block = |((key, parent, position), place): (&(BlockKey, BlockKey, u32), u32)| {
             let (key, parent, position) = (*key, *parent, *position);
-            StoreBlock { key, parent, position, tokens: 1, place }
+            let before = u64::from(position) * u64::from(tokens);
+            let left = path_tokens.saturating_sub(before).max(1);
+            let tokens = u32::try_from(left).unwrap_or(tokens).min(tokens);
+            StoreBlock { key, parent, position, tokens, place }
         };
         let blocks = blocks.iter().zip(0..).map(block).collect();
         let request = Request::Store {
@@ -325,6 +352,7 @@ impl Core {
             region: REGION,
             after_event: None,
             blocks,
+            hints: Hints::default(),
         };
         self.ask(request)?;
         let mut no_room = 0;
@@ -422,6 +450,7 @@ fn nvme_shape(geometry: StoreGeometry, epoch: u32) -> NvmeShape {
         reads_in_flight: 64,
         clean_segments: 4,
         reinsert_percent: 25,
+        write_bytes_per_day: None,
     }
 }
 
@@ -430,16 +459,14 @@ fn sum_of(key: &BlockKey) -> Sum128 {
 }
 
 fn config(policy: &str, host_bytes: u64, slab_bytes: u32) -> anyhow::Result<CatalogConfig> {
-    let host_policy: fn() -> Box<dyn Policy> = match policy {
-        "lru" => || Box::new(kvtide_tiers::catalog::Lru::default()),
-        "fifo" => || Box::new(kvtide_tiers::catalog::Fifo::default()),
-        "sieve" => || Box::new(kvtide_tiers::catalog::Sieve::default()),
-        other => bail!("no policy is called {other}"),
-    };
+    let host_policy =
+        PolicyChoice::by_name(policy).with_context(|| format!("no policy is called {policy}"))?;
     Ok(CatalogConfig {
         host_bytes,
         slab_bytes,
         host_policy,
+        device_policy: host_policy,
+        weigh_cost: false,
         devices: Vec::new(),
         nvme: None,
         // Paths may be longer than what a client may ask at once.

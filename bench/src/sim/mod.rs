@@ -6,10 +6,12 @@
 //! the tiers of a real daemon, in the order of calls that `replay` makes.
 
 pub(crate) mod core;
+mod future;
+mod optimum;
 
 use std::{
     collections::VecDeque,
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::ExitCode,
     time::{Duration, Instant},
 };
@@ -17,11 +19,14 @@ use std::{
 use clap::Args;
 use kvtide_tiers::{
     block::BlockKey,
-    catalog::{CatalogStats, POLICY_NAMES},
+    catalog::{CatalogStats, Hints, PolicyChoice},
 };
 use serde_json::json;
 
-use self::core::{Core, TierBytes};
+use self::core::{Core, Loaded as LoadedBlocks, TierBytes};
+use self::future::Future;
+pub use self::future::SimHints;
+use self::optimum::Paths;
 use crate::{
     report::{Progress, Summary, Table, say_json},
     trace::{TraceReader, TraceRequest},
@@ -39,7 +44,7 @@ pub struct SimArgs {
     #[arg(long)]
     pub trace: PathBuf,
     /// Eviction policy of the host tier.
-    #[arg(long, default_value = "lru", value_parser = POLICY_NAMES)]
+    #[arg(long, default_value = "lru", value_parser = PolicyChoice::ALL.map(PolicyChoice::name))]
     pub policy: String,
     /// One tier of so many blocks, instead of tiers of bytes.
     #[arg(long, conflicts_with_all = ["device_bytes", "host_bytes", "nvme_bytes"],
@@ -57,11 +62,30 @@ pub struct SimArgs {
     /// Capacity of the nvme tier. Default: none.
     #[arg(long, value_parser = parse_bytes)]
     pub nvme_bytes: Option<u64>,
+    /// Bytes that may be written to nvme in a day. Default: no limit.
+    #[arg(long, value_parser = parse_bytes)]
+    pub nvme_write_bytes_per_day: Option<u64>,
     /// Requests under way at a time, as with so many clients of `replay` that take turns: a request
     /// stores what it lacked after the next ones, one fewer than there are clients, have loaded.
     #[arg(long, default_value_t = 1, conflicts_with = "capacity_blocks",
           value_parser = clap::value_parser!(u32).range(1..=256))]
     pub clients: u32,
+    /// What the engine would tell: nothing, or whether each request's path will be continued.
+    #[arg(long, default_value = "none")]
+    pub hints: SimHints,
+    /// Time passes as the trace says, instead of 5 ms from one request to the next.
+    #[arg(long)]
+    pub trace_time: bool,
+    /// Weight predicted reuse by what computing a block again would take.
+    #[arg(long)]
+    pub weigh_cost: bool,
+    /// Print the hits of every policy and of the offline optimum, with one tier of
+    /// `--capacity-blocks`, or of 1, 3, 10 and 30 % of the trace's distinct blocks.
+    #[arg(long)]
+    pub compare: bool,
+    /// Tokens of a block. Default: what fits the trace.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub block_tokens: Option<u32>,
     /// End after so many requests.
     #[arg(long)]
     pub requests: Option<u64>,
@@ -77,6 +101,8 @@ pub struct SimResult {
     pub summary: Summary,
     /// Stores that found no room (none, unless capacities are tiny).
     pub not_stored: u64,
+    /// What was saved of the time to first tokens, by the tiers mode.
+    pub prefill: Prefill,
     /// The core's own counters at the end.
     pub stats: CatalogStats,
 }
@@ -86,6 +112,9 @@ pub struct SimResult {
 /// # Errors
 /// The trace cannot be read, or the capacities fit no block.
 pub fn run(args: &SimArgs) -> anyhow::Result<ExitCode> {
+    if args.compare {
+        return compare(args);
+    }
     let result = simulate(args)?;
     if args.json {
         say_json(&json(args, &result))?;
@@ -95,6 +124,58 @@ pub fn run(args: &SimArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Every policy and the optimum.
+fn compare(args: &SimArgs) -> anyhow::Result<ExitCode> {
+    let mut paths = Paths::default();
+    for request in TraceReader::open(&args.trace)? {
+        paths.add(&request?)?;
+    }
+    let part = |percent: usize| ((paths.unique() * percent + 50) / 100) as u64;
+    let capacities = match args.capacity_blocks {
+        Some(blocks) => vec![blocks],
+        None => [1, 3, 10, 30].map(part).to_vec(),
+    };
+    let mut table = Table::default();
+    let heads = capacities.iter().map(|blocks| format!("{} blocks", show_count(*blocks)));
+    table.row(std::iter::once("hits".to_owned()).chain(heads));
+    let mut rows = Vec::new();
+    for policy in PolicyChoice::ALL.map(PolicyChoice::name) {
+        let mut row = Vec::new();
+        for blocks in &capacities {
+            let (policy, capacity_blocks) = (policy.to_owned(), Some(*blocks));
+            let args = SimArgs { policy, capacity_blocks, compare: false, ..args.clone() };
+            row.push(simulate(&args)?.summary.blocks_hit_host);
+        }
+        rows.push((policy, row));
+    }
+    let best = capacities.iter().map(|blocks| paths.optimum(*blocks as usize)).collect();
+    rows.push(("optimum", best));
+    for (name, row) in &rows {
+        let cells = row.iter().map(|hits| show_count(*hits));
+        table.row(std::iter::once((*name).to_owned()).chain(cells));
+    }
+    if args.json {
+        let rows: serde_json::Map<String, serde_json::Value> =
+            rows.iter().map(|(name, row)| ((*name).to_owned(), json!(row))).collect();
+        say_json(&json!({ "capacity_blocks": capacities, "hits": rows }))?;
+    } else {
+        table.say();
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The hits of the offline optimum with one tier of `blocks` blocks.
+///
+/// # Errors
+/// The trace cannot be read.
+pub fn optimum(trace: &Path, blocks: usize) -> anyhow::Result<u64> {
+    let mut paths = Paths::default();
+    for request in TraceReader::open(trace)? {
+        paths.add(&request?)?;
+    }
+    Ok(paths.optimum(blocks))
+}
+
 /// Simulates, and returns what was counted.
 ///
 /// # Errors
@@ -102,18 +183,21 @@ pub fn run(args: &SimArgs) -> anyhow::Result<ExitCode> {
 pub fn simulate(args: &SimArgs) -> anyhow::Result<SimResult> {
     let total = TraceReader::count(&args.trace)?.min(args.requests.unwrap_or(u64::MAX));
     let mut reader = TraceReader::open(&args.trace)?;
+    let future = Future::read(args)?;
     let mut core = match args.capacity_blocks {
-        Some(blocks) => Core::one_tier(&args.policy, blocks)?,
+        Some(blocks) => Core::one_tier(&args.policy, blocks, args.weigh_cost)?,
         None => {
             let sizes = TierBytes {
                 device: args.device_bytes,
                 host: args.host_bytes,
                 nvme: args.nvme_bytes,
                 block: args.block_bytes,
+                write_bytes_per_day: args.nvme_write_bytes_per_day,
             };
             Core::tiers(&args.policy, &sizes)?
         }
     };
+    core.block_tokens = future.block_tokens;
     let progress = Progress::new(total);
     let started = Instant::now();
     let mut shown = started;
@@ -121,11 +205,16 @@ pub fn simulate(args: &SimArgs) -> anyhow::Result<SimResult> {
     let mut under_way = VecDeque::new();
     while result.summary.requests < total {
         let Some(request) = reader.next_request()? else { break };
+        let hints = future.hints(request.index);
         if args.capacity_blocks.is_some() {
-            one_tier(&mut core, &request, &mut result)?;
+            core.advance_to(request.at_ms * 1000);
+            one_tier(&mut core, &request, hints, &mut result)?;
         } else {
-            core.advance(REQUEST_US);
-            under_way.push_back(load(&mut core, &request, &mut result)?);
+            match args.trace_time {
+                true => core.advance_to(request.at_ms * 1000),
+                false => core.advance(REQUEST_US),
+            }
+            under_way.push_back(load(&mut core, &request, hints, &mut result)?);
             if under_way.len() >= args.clients as usize {
                 store(&mut core, under_way.pop_front(), &mut result)?;
             }
@@ -160,9 +249,15 @@ fn keys(request: &TraceRequest) -> Vec<BlockKey> {
 
 /// Hits are counted before anything is inserted; then the path is touched or stored, leaf
 /// to root.
-fn one_tier(core: &mut Core, request: &TraceRequest, result: &mut SimResult) -> anyhow::Result<()> {
+fn one_tier(
+    core: &mut Core,
+    request: &TraceRequest,
+    hints: Hints,
+    result: &mut SimResult,
+) -> anyhow::Result<()> {
     let keys = keys(request);
-    let hits = core.peek(&keys)?;
+    core.path_tokens = request.input_tokens;
+    let hits = core.begin(&keys, hints)?;
     result.summary.blocks_hit_host += hits as u64;
     result.summary.blocks_missed += (keys.len() - hits) as u64;
     // Stores go one block a call: a store of a block that is there pins it until the call has
@@ -184,27 +279,65 @@ fn one_tier(core: &mut Core, request: &TraceRequest, result: &mut SimResult) -> 
     core.touch(keys.get(..open).unwrap_or(&[]))
 }
 
-/// What a request has loaded: its keys, and which of them came.
-type Loaded = (Vec<BlockKey>, Vec<bool>);
+/// What a request has loaded: its keys, its tokens, and which of the blocks came.
+type Loaded = (Vec<BlockKey>, u64, Vec<bool>);
 
 /// The calls of a client: look up with a lease, load what is there, release; then [`store`].
-fn load(core: &mut Core, request: &TraceRequest, result: &mut SimResult) -> anyhow::Result<Loaded> {
+fn load(
+    core: &mut Core,
+    request: &TraceRequest,
+    hints: Hints,
+    result: &mut SimResult,
+) -> anyhow::Result<Loaded> {
     let keys = keys(request);
-    let loaded = core.load(&keys)?;
+    let loaded = core.load(&keys, hints)?;
+    result.prefill.count(request.input_tokens, u64::from(core.block_tokens), &loaded);
     let summary = &mut result.summary;
     summary.blocks_hit_device += loaded.device;
     summary.blocks_hit_host += loaded.host;
     summary.blocks_hit_nvme += loaded.nvme;
     summary.blocks_missed += keys.len() as u64 - loaded.blocks();
-    Ok((keys, loaded.came))
+    Ok((keys, request.input_tokens, loaded.came))
 }
 
 /// Stores what a request lacked.
 fn store(core: &mut Core, done: Option<Loaded>, result: &mut SimResult) -> anyhow::Result<()> {
-    if let Some((keys, came)) = done {
+    if let Some((keys, tokens, came)) = done {
+        core.path_tokens = tokens;
         result.not_stored += core.store_rest(&keys, &came)?;
     }
     Ok(())
+}
+
+/// A model of the time to first tokens: what computing all prompts would take, and what of that was
+/// saved by loading.
+///
+/// A token takes 50 us and as much again for every 30,500 tokens before it; to load one, 2.62 us
+/// from host RAM and 21.8 us from nvme (128 KiB per token at 50 and 6 GB/s).
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Prefill {
+    /// Seconds without a cache.
+    pub all_s: f64,
+    /// Seconds less.
+    pub saved_s: f64,
+}
+
+impl Prefill {
+    fn count(&mut self, tokens: u64, block_tokens: u64, loaded: &LoadedBlocks) {
+        let seconds = |tokens: u64| {
+            let tokens = tokens as f64;
+            50e-6 * (tokens + tokens * tokens / (2.0 * 30_500.0))
+        };
+        let hit = (loaded.blocks() * block_tokens).min(tokens);
+        let load = |blocks: u64, us: f64| (blocks * block_tokens) as f64 * us * 1e-6;
+        self.all_s += seconds(tokens);
+        self.saved_s += seconds(hit) - load(loaded.host, 2.62) - load(loaded.nvme, 21.8);
+    }
+
+    /// The part that was saved.
+    pub fn saved_ratio(&self) -> f64 {
+        if self.all_s > 0.0 { self.saved_s / self.all_s } else { 0.0 }
+    }
 }
 
 fn table(result: &SimResult) -> Table {
@@ -224,9 +357,15 @@ fn table(result: &SimResult) -> Table {
         ("  hit in all", summary.blocks_hit(), show_ratio(summary.blocks_hit(), blocks)),
         ("  missed", summary.blocks_missed, show_ratio(summary.blocks_missed, blocks)),
         ("not stored for want of room", result.not_stored, String::new()),
+        (
+            "seconds to first tokens, without a cache",
+            result.prefill.all_s as u64,
+            format!("{:.2} % saved", result.prefill.saved_ratio() * 100.0),
+        ),
         ("evicted from host RAM", stats.host.evicted, String::new()),
         ("evicted from nvme", stats.nvme.evicted, String::new()),
         ("written to nvme", stats.nvme.bytes_in, show_bytes(stats.nvme.bytes_in)),
+        ("  not written for want of budget", stats.write_refused, String::new()),
         ("segments reclaimed", stats.segments_reclaimed, String::new()),
         ("  blocks written again", stats.reinserted, String::new()),
     ];
@@ -248,8 +387,10 @@ fn json(args: &SimArgs, result: &SimResult) -> serde_json::Value {
         "hit_ratio": result.summary.blocks_hit() as f64 / blocks,
         "not_stored": result.not_stored,
         "nvme_bytes_written": result.stats.nvme.bytes_in,
+        "ttft_saved": result.prefill.saved_ratio(),
         "host_evicted": result.stats.host.evicted,
         "nvme_evicted": result.stats.nvme.evicted,
+        "write_refused": result.stats.write_refused,
         "segments_reclaimed": result.stats.segments_reclaimed,
         "reinserted": result.stats.reinserted,
     });

@@ -6,7 +6,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use kvtide_tiers::catalog::{CodecChoice, TenantId};
+use kvtide_tiers::catalog::{CodecChoice, PolicyChoice, TenantId};
 use kvtide_tiers::segment::{BLOCK_BYTES_MIN_DEFAULT, SEGMENT_BYTES_RANGE, StoreGeometry};
 
 use super::device::{DeviceSettings, POOL_BYTES_ALLOWED, pool_bytes_allowed};
@@ -76,6 +76,7 @@ impl Build<'_> {
         let socket = self.socket(file.socket);
         let (store, store_line) = self.store(file.folder);
         let host = self.host(file.host_bytes, file.slab_bytes, file.host_keep);
+        let host = HostSettings { policy: file.host_policy, ..host };
         let off = file.nvme_enabled == Some(false) && self.args.nvme_bytes.is_none();
         let nvme = match off || self.args.nvme_bytes == Some(0) {
             true => None,
@@ -87,7 +88,8 @@ impl Build<'_> {
                 file.queue_depth,
             ),
         };
-        let nvme = nvme.map(|nvme| NvmeSettings { io: file.io.unwrap_or_default(), ..nvme });
+        let (io, write_bytes_per_day) = (file.io.unwrap_or_default(), file.write_bytes_per_day);
+        let nvme = nvme.map(|nvme| NvmeSettings { io, write_bytes_per_day, ..nvme });
         self.writable(&store, store_line);
         let metrics = self.metrics(file.metrics);
         let tenants = self.tenants(file.tenants, file.shared, file.admins);
@@ -176,6 +178,7 @@ impl Build<'_> {
             bytes_chosen: chosen.is_some(),
             slab_bytes: slab.and_then(|slab| u32::try_from(slab).ok()),
             keep: keep.unwrap_or_default(),
+            policy: PolicyChoice::default(),
         }
     }
 
@@ -222,6 +225,7 @@ impl Build<'_> {
             segment_bytes: segment.is_some().then_some(chosen),
             block_bytes_min: block,
             queue_depth: queue_depth.unwrap_or(QUEUE_DEPTH_DEFAULT),
+            write_bytes_per_day: None,
             io: super::NvmeIo::Auto,
             fault,
         })

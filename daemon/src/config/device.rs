@@ -4,8 +4,9 @@ use std::fmt;
 use std::path::PathBuf;
 
 use kvtide_tiers::block::GpuUuid;
+use kvtide_tiers::catalog::PolicyChoice;
 
-use super::file::BYTES_MAX;
+use super::file::{BYTES_MAX, read_policy};
 use super::read::{Found, Reader, Section, show_bytes};
 
 /// The smallest pool; 0 is none.
@@ -25,6 +26,8 @@ pub struct DeviceSettings {
     pub pool_bytes: u64,
     /// The GPUs to use; all that the driver shows when empty. Default: empty.
     pub gpus: Vec<GpuUuid>,
+    /// Which blocks leave a pool first. Default: by predicted reuse.
+    pub policy: PolicyChoice,
     /// The driver library, by its absolute path. For tests only. Default: the machine's.
     pub library: Option<PathBuf>,
 }
@@ -74,7 +77,8 @@ pub(super) fn pool_bytes_allowed(bytes: u64) -> bool {
 }
 
 pub(super) fn read_device(reader: &mut Reader<'_>, mut section: Section<'_, '_>) -> DeviceSettings {
-    let mut device = DeviceSettings::default();
+    let policy = read_policy(reader, &mut section);
+    let mut device = DeviceSettings { policy, ..DeviceSettings::default() };
     if let Some(found) = section.flag_or_auto(reader, "enabled") {
         device.enabled = match found.value {
             None => DeviceUse::Auto,

@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use kvtide_tiers::catalog::{CodecChoice, Limits};
+use kvtide_tiers::catalog::{CodecChoice, Limits, PolicyChoice};
 use kvtide_tiers::segment::SEGMENT_BYTES_RANGE;
 
 use super::args::LogFormat;
@@ -13,6 +13,9 @@ use super::{DeviceSettings, HostKeep, MetricsAddress, NvmeIo, ServiceLimits};
 
 /// The smallest host tier.
 pub(super) const HOST_BYTES_MIN: u64 = 4 << 20;
+
+/// The smallest write budget of a day.
+const WRITE_BYTES_MIN: u64 = 1 << 30;
 
 /// The largest size of anything.
 pub(super) const BYTES_MAX: u64 = 1 << 50;
@@ -26,12 +29,14 @@ pub(super) struct FileConfig {
     pub(super) host_bytes: Option<u64>,
     pub(super) slab_bytes: Option<u64>,
     pub(super) host_keep: Option<HostKeep>,
+    pub(super) host_policy: PolicyChoice,
     pub(super) nvme_enabled: Option<bool>,
     pub(super) folder: Option<Found<PathBuf>>,
     pub(super) nvme_bytes: Option<Found<u64>>,
     pub(super) segment_bytes: Option<Found<u64>>,
     pub(super) block_bytes_min: Option<u64>,
     pub(super) queue_depth: Option<u64>,
+    pub(super) write_bytes_per_day: Option<u64>,
     pub(super) io: Option<NvmeIo>,
     pub(super) device: DeviceSettings,
     pub(super) limits: ServiceLimits,
@@ -133,7 +138,14 @@ fn read_host(reader: &mut Reader<'_>, mut section: Section<'_, '_>, file: &mut F
     }
     let choices = [("auto", HostKeep::Auto), ("always", HostKeep::Always)];
     file.host_keep = section.choice(reader, "keep", &choices).map(|found| found.value);
+    file.host_policy = read_policy(reader, &mut section);
     section.finish(reader);
+}
+
+/// The key `policy` of a tier in memory.
+pub(super) fn read_policy(reader: &mut Reader<'_>, section: &mut Section<'_, '_>) -> PolicyChoice {
+    let choices = PolicyChoice::ALL.map(|choice| (choice.name(), choice));
+    section.choice(reader, "policy", &choices).map(|found| found.value).unwrap_or_default()
 }
 
 fn read_nvme(reader: &mut Reader<'_>, mut section: Section<'_, '_>, file: &mut FileConfig) {
@@ -145,6 +157,8 @@ fn read_nvme(reader: &mut Reader<'_>, mut section: Section<'_, '_>, file: &mut F
     let block = section.bytes(reader, "block_bytes_min", 4096..=(1 << 30));
     file.block_bytes_min = block.map(|found| found.value);
     file.queue_depth = section.number(reader, "queue_depth", 1..=1024).map(|found| found.value);
+    let budget = section.bytes(reader, "write_bytes_per_day", WRITE_BYTES_MIN..=BYTES_MAX);
+    file.write_bytes_per_day = budget.map(|found| found.value);
     let choices =
         [("auto", NvmeIo::Auto), ("uring", NvmeIo::Uring), ("blocking", NvmeIo::Blocking)];
     file.io = section.choice(reader, "io", &choices).map(|found| found.value);

@@ -14,7 +14,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use kvtide_tiers::catalog::Limits;
+use kvtide_tiers::catalog::{Limits, PolicyChoice};
 
 pub use args::{Args, LogFormat};
 pub use build::check_socket;
@@ -63,6 +63,8 @@ pub struct HostSettings {
     pub slab_bytes: Option<u32>,
     /// Whether it outlives the daemon. Default: where that costs no speed.
     pub keep: HostKeep,
+    /// Which blocks leave first. Default: by predicted reuse.
+    pub policy: PolicyChoice,
 }
 
 /// Whether the host tier is made of memory that the service manager can keep for the next daemon.
@@ -86,6 +88,8 @@ pub struct NvmeSettings {
     pub block_bytes_min: u32,
     /// Most operations in flight. Default: 32.
     pub queue_depth: u32,
+    /// Bytes that may be written in a day. Default: no limit.
+    pub write_bytes_per_day: Option<u64>,
     /// How it is read and written. Default: io_uring where the kernel allows it.
     pub io: NvmeIo,
     /// Faults made on purpose, for tests.

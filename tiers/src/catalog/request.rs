@@ -74,6 +74,47 @@ pub struct PrefixQuery {
     pub keys: Vec<BlockKey>,
 }
 
+/// What an engine knows of the future of a conversation. By default nothing. Wrong hints make
+/// eviction less good and nothing else: what they are worth is learned.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Hints {
+    /// Whether somebody will continue it.
+    pub conversation: Conversation,
+    /// When, milliseconds from now.
+    pub returns_in_ms: Option<u32>,
+    /// What its blocks are worth beside others'.
+    pub priority: Priority,
+    /// Keeps the blocks for so many milliseconds, as [`Request::Pin`] does, if the limit on pins
+    /// allows.
+    pub retain_ms: Option<u64>,
+}
+
+/// The state of a conversation.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash, Serialize, Deserialize)]
+pub enum Conversation {
+    /// Nobody says.
+    #[default]
+    Unknown,
+    /// It goes on.
+    Open,
+    /// It goes on as soon as a tool has answered.
+    WaitingForTool,
+    /// It is over: what only it uses can be dropped first.
+    Finished,
+}
+
+/// What blocks are worth.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash, Serialize, Deserialize)]
+pub enum Priority {
+    /// As much as others.
+    #[default]
+    Normal = 0,
+    /// A sixteenth.
+    Low = 1,
+    /// Sixteen times as much.
+    High = 2,
+}
+
 /// One block to load: the key and the place in the region that receives it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoadBlock {
@@ -107,7 +148,10 @@ pub enum Request {
         /// One per rank or group of the model; all with the same number of keys.
         prefixes: Vec<PrefixQuery>,
         /// How long the lease lives, milliseconds; 0 for none. Clamped to the configured maximum.
+        /// A lookup with a lease begins a request, from which reuse is learned.
         lease_ms: u32,
+        /// What the engine knows.
+        hints: Hints,
     },
     /// Copy blocks into a region. Answered with a ticket.
     Load {
@@ -134,11 +178,15 @@ pub enum Request {
         after_event: Option<u32>,
         /// The blocks.
         blocks: Vec<StoreBlock>,
+        /// What the engine knows.
+        hints: Hints,
     },
     /// Marks blocks as used now, the last key first.
     Touch {
         /// The prefix.
         prefix: PrefixQuery,
+        /// What the engine knows. With [`Conversation::Finished`], blocks do not count as used.
+        hints: Hints,
     },
     /// Brings blocks of nvme into host RAM. Answered with a ticket.
     Prefetch {
@@ -576,6 +624,8 @@ pub struct CatalogStats {
     pub segments_quarantined: u64,
     /// Blocks written again when their segment was reclaimed.
     pub reinserted: u64,
+    /// Blocks not written to nvme because the write budget is spent on others.
+    pub write_refused: u64,
     /// Whether the catalog is draining.
     pub draining: bool,
 }

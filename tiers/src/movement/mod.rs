@@ -20,7 +20,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::block::NamespaceId;
-use crate::catalog::{Limits, slab_bytes_for};
+use crate::catalog::{Limits, PolicyChoice, slab_bytes_for};
 use crate::io::fault::{FaultConfig, FaultCounts};
 use crate::io::{ArenaFiles, BlockDevice, PageKind, RingChoice, RingReport};
 use crate::segment::{RecoveryReport, StoreGeometry};
@@ -38,6 +38,11 @@ pub struct NodeConfig {
     pub host: HostConfig,
     /// GPUs, if there are any.
     pub devices: Vec<DeviceConfig>,
+    /// Which copy leaves the pool of a GPU first. Default: predicted reuse.
+    pub device_policy: PolicyChoice,
+    /// Whether predicted reuse is weighted by what computing a block again would take. Default:
+    /// false.
+    pub weigh_cost: bool,
     /// Segments, if wanted.
     pub nvme: Option<NvmeConfig>,
     /// Threads that copy and check host bytes. Default: half of the cores, at least 1, at most 8.
@@ -77,6 +82,8 @@ impl NodeConfig {
         NodeConfig {
             host: HostConfig::new(host_bytes),
             devices: Vec::new(),
+            device_policy: PolicyChoice::default(),
+            weigh_cost: false,
             nvme: None,
             copy_threads: (cores / 2).clamp(1, 8),
             limits: Limits::default(),
@@ -100,12 +107,20 @@ pub struct HostConfig {
     pub always_shared: bool,
     /// The arena of the daemon before. Default: none.
     pub handed_over: Option<Arc<ArenaFiles>>,
+    /// Which copy leaves first. Default: predicted reuse.
+    pub policy: PolicyChoice,
 }
 
 impl HostConfig {
     /// An arena of so many bytes; the rest by default.
     pub fn new(bytes: u64) -> HostConfig {
-        HostConfig { bytes, slab_bytes: None, always_shared: false, handed_over: None }
+        HostConfig {
+            bytes,
+            slab_bytes: None,
+            always_shared: false,
+            handed_over: None,
+            policy: PolicyChoice::default(),
+        }
     }
 
     /// Bytes of a slab, chosen or by default.
@@ -127,6 +142,8 @@ pub struct NvmeConfig {
     pub block_bytes_min: u32,
     /// Most operations in flight. Default: 32.
     pub queue_depth: u32,
+    /// Bytes that may be written in a day, an hour's share at most in any hour. Default: no limit.
+    pub write_bytes_per_day: Option<u64>,
     /// io_uring or pread and pwrite. Default: what works.
     pub ring: RingChoice,
     /// Faults to inject, for tests.
@@ -160,6 +177,7 @@ impl NvmeConfig {
             segment_bytes: None,
             block_bytes_min: crate::segment::BLOCK_BYTES_MIN_DEFAULT,
             queue_depth: 32,
+            write_bytes_per_day: None,
             ring: RingChoice::Auto,
             fault: None,
             wrap: None,

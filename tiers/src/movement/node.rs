@@ -18,8 +18,8 @@ use super::pool::{Job, Pool, PoolSender, Shared};
 use super::{NodeConfig, NodeReport, NvmeConfig, NvmeReport, RetireNamespace};
 use crate::block::{GpuOrder, NamespaceId};
 use crate::catalog::{
-    Catalog, CatalogConfig, DeviceShape, Event, GpuId, Limit, Limits, Lru, NamespaceInfo,
-    NvmeShape, OpError, OpId, Outcome, RegionId, Reply, Request, SessionId, TenantId, TicketId,
+    Catalog, CatalogConfig, DeviceShape, Event, GpuId, Limit, Limits, NamespaceInfo, NvmeShape,
+    OpError, OpId, Outcome, RegionId, Reply, Request, SessionId, TenantId, TicketId,
     WRITE_BYTES_IN_FLIGHT,
 };
 use crate::io::fault::{FaultCounters, FaultDevice};
@@ -308,6 +308,7 @@ fn open_store(
         reads_in_flight: 64,
         clean_segments: 4,
         reinsert_percent: 25,
+        write_bytes_per_day: nvme.write_bytes_per_day,
     };
     Ok(OpenedNvme { shape, open, status: RingStatus::new(), started })
 }
@@ -316,7 +317,9 @@ fn catalog_config(config: &NodeConfig, bytes: u64, nvme: Option<&OpenedNvme>) ->
     CatalogConfig {
         host_bytes: bytes,
         slab_bytes: config.host.slab(),
-        host_policy: || Box::new(Lru::default()),
+        host_policy: config.host.policy,
+        device_policy: config.device_policy,
+        weigh_cost: config.weigh_cost,
         devices: config
             .devices
             .iter()

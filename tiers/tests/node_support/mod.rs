@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use kvtide_tiers::block::{BlockKey, ElementType, NamespaceId, RegionLayout};
 use kvtide_tiers::catalog::{
-    CatalogStats, CodecChoice, LoadBlock, LookupReply, NamespaceInfo, Outcome, PrefixQuery,
+    CatalogStats, CodecChoice, Hints, LoadBlock, LookupReply, NamespaceInfo, Outcome, PrefixQuery,
     RegionId, Reply, Request, SessionId, StoreBlock, TenantId, TicketId,
 };
 use kvtide_tiers::io::{Region, RingChoice, SharedMemory};
@@ -110,6 +110,7 @@ impl Client {
             region,
             after_event: None,
             blocks,
+            hints: Hints::default(),
         }))
     }
 
@@ -127,7 +128,11 @@ impl Client {
 
     pub fn lookup(&self, numbers: std::ops::Range<u32>) -> LookupReply {
         let prefix = PrefixQuery { namespace: NAMESPACE, keys: numbers.map(key).collect() };
-        match self.ask(Request::Lookup { prefixes: vec![prefix], lease_ms: 10_000 }) {
+        match self.ask(Request::Lookup {
+            prefixes: vec![prefix],
+            lease_ms: 10_000,
+            hints: Hints::default(),
+        }) {
             Reply::Lookup(reply) => reply,
             other => panic!("{other:?}"),
         }

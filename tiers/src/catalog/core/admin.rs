@@ -156,6 +156,10 @@ impl Catalog {
             segments_reclaimed: counters.segments_reclaimed,
             segments_quarantined: self.nvme.as_ref().map_or(0, |n| n.segments.quarantined()),
             reinserted: counters.reinserted,
+            write_refused: self
+                .nvme
+                .as_ref()
+                .map_or(0, |nvme| nvme.admission.as_ref().map_or(0, |admission| admission.refused)),
             draining: self.drain.is_some(),
         }
     }

@@ -1,6 +1,7 @@
 //! What an earlier daemon left in host RAM, taken over before any event.
 
 use super::Catalog;
+use super::slot_tier::use_of;
 use super::slots::SlotId;
 use super::table::{HostCopy, NewBlock};
 use crate::block::{Codec, Descriptor, page_ceil};
@@ -44,7 +45,8 @@ impl Catalog {
         // What was stored last is taken for the warmest.
         adopted.sort_unstable_by_key(|(slot, index)| (self.table.get(*index).sequence, *slot));
         for (_, index) in &adopted {
-            self.host.tier.insert(*index, self.table.get(*index).raw_bytes);
+            let how = use_of(&self.table, &self.reuse, *index, true);
+            self.host.tier.insert(*index, self.table.get(*index).raw_bytes, how);
             self.touch(*index);
             match self.table.get(*index).spot() {
                 Some(_) => self.count_in_host(*index, true),
@@ -74,6 +76,8 @@ impl Catalog {
     /// Writes what a descriptor says of a block that had no copy into its entry.
     pub(super) fn learn(&mut self, index: u32, new: &NewBlock, found: &Descriptor) {
         self.table.learn_parent(index, new);
+        let short = self.reuse.is_wanted() && self.reuse.note_tokens(new.namespace, new.tokens);
+        self.table.get_mut(index).set_short(short);
         let block = self.table.get_mut(index);
         block.raw_bytes = found.raw_bytes;
         block.generation = found.generation;

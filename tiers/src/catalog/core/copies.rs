@@ -3,22 +3,24 @@
 //! Dirty means: in host RAM and not on nvme. `HostTier::dirty` lists the dirty blocks that are not
 //! being written, coldest at the back; `dirty_bytes` counts those being written too.
 
+use super::admission::Admission;
 use super::codecs::ReadClock;
+use super::dirty::Dirty;
 use super::event::{Action, CatalogConfig, NvmeShape, SlotPlace};
 use super::flow::Waiter;
-use super::policy::OrderList;
 use super::request::{MissReason, OfflineReason, Outcome};
+use super::reuse::RequestId;
 use super::segments::Segments;
-use super::slot_tier::{Home, Leave, SlotTier};
+use super::slot_tier::{Home, Leave, SlotTier, View, use_of};
 use super::slots::{ClassId, SlotId};
-use super::table::{Block, BlockRef, DeviceCopy, FillSource, HostCopy, NvmeCopy};
+use super::table::{Block, BlockRef, DeviceCopy, FillSource, HostCopy, NvmeCopy, step_of};
 use super::{Catalog, SessionId};
 use crate::block::page_ceil;
 
 /// The host tier.
 pub(crate) struct HostTier {
     pub(crate) tier: SlotTier,
-    pub(crate) dirty: OrderList,
+    pub(crate) dirty: Dirty,
     pub(crate) dirty_bytes: u64,
     /// Somebody found no slot since one was last taken: dirty blocks must be written whatever the
     /// watermark says.
@@ -33,7 +35,7 @@ impl HostTier {
     pub(crate) fn new(config: &CatalogConfig) -> HostTier {
         HostTier {
             tier: SlotTier::new(config.host_bytes, config.slab_bytes, config.host_policy),
-            dirty: OrderList::default(),
+            dirty: Dirty::new(config.host_policy),
             dirty_bytes: 0,
             starved: false,
             hits: 0,
@@ -48,6 +50,8 @@ impl HostTier {
 pub(crate) struct NvmeTier {
     pub(crate) segments: Segments,
     pub(crate) shape: NvmeShape,
+    /// The write budget, if there is one.
+    pub(crate) admission: Option<Admission>,
     pub(crate) reading: ReadClock,
     pub(crate) offline: Option<OfflineReason>,
     /// Segments that failed since the last write that succeeded.
@@ -65,6 +69,7 @@ impl NvmeTier {
         NvmeTier {
             segments: Segments::new(shape),
             shape: shape.clone(),
+            admission: shape.write_bytes_per_day.map(Admission::new),
             reading: ReadClock::default(),
             offline: None,
             failed_in_a_row: 0,
@@ -91,22 +96,31 @@ impl Catalog {
 
     /// Marks the block as used now.
     pub(crate) fn touch(&mut self, index: u32) {
+        let request = self.table.get(index).request();
+        self.touch_for(index, request, false);
+    }
+
+    /// Marks the block as used now for a request; `fresh`: for the first time.
+    pub(crate) fn touch_for(&mut self, index: u32, request: RequestId, fresh: bool) {
         self.tick += 1;
         let (now, tick) = (self.now, self.tick);
         let block = self.table.get_mut(index);
-        block.use_at(now);
-        block.used_tick = tick;
+        block.use_at(now, tick);
+        block.set_request(request);
+        self.offer_again(index);
+        let how = use_of(&self.table, &self.reuse, index, fresh);
+        let block = self.table.get(index);
         let (bytes, host, device) = (block.raw_bytes, block.host, block.device);
         if let HostCopy::Filling { slot, .. } | HostCopy::Resident { slot, .. } = host {
-            self.host.dirty.move_front(index);
-            self.host.tier.touch(index, bytes, slot, tick);
+            self.host.dirty.touch(index, how);
+            self.host.tier.touch(index, bytes, slot, tick, how);
         }
         if let DeviceCopy::Filling { gpu, slot, .. } | DeviceCopy::Resident { gpu, slot, .. } =
             device
             && let Some(found) = self.device_mut(gpu)
         {
             found.dirty.move_front(index);
-            found.tier.touch(index, bytes, slot, tick);
+            found.tier.touch(index, bytes, slot, tick, how);
         }
     }
 
@@ -121,8 +135,9 @@ impl Catalog {
     pub(crate) fn take_slot(&mut self, home: Home, index: u32) -> Option<SlotId> {
         let bytes = self.table.get(index).raw_bytes;
         let class = self.slot_tier(home)?.class_of(bytes)?;
+        let how = use_of(&self.table, &self.reuse, index, true);
         loop {
-            if let Some(new) = self.slot_tier(home)?.allocate(class, index) {
+            if let Some(new) = self.slot_tier(home)?.allocate(class, index, how) {
                 if home == Home::Host {
                     self.host.starved = false;
                     if let Some((slab, slot_bytes)) = new.bind {
@@ -132,7 +147,7 @@ impl Catalog {
                 return Some(new.slot);
             }
             let victim = self.victim(home, class);
-            let before = victim.map_or(u64::MAX, |victim| self.table.get(victim).used_tick);
+            let before = victim.map_or(u64::MAX, |victim| self.table.get(victim).used_tick());
             if self.empty_other_slab(home, class, before) {
                 continue;
             }
@@ -146,18 +161,28 @@ impl Catalog {
         }
     }
 
+    /// The dirty block that leaves host RAM first.
+    pub(crate) fn next_dirty(&mut self) -> Option<u32> {
+        let (now, weigh_cost) = (step_of(self.now), self.config.weigh_cost);
+        let (table, reuse) = (&self.table, &self.reuse);
+        self.host.dirty.next(&View { table, reuse, home: Home::Host, now, weigh_cost })
+    }
+
     fn victim(&mut self, home: Home, class: ClassId) -> Option<u32> {
-        let (table, usable) = (&self.table, self.nvme_usable());
+        let usable = self.nvme_usable();
+        let (now, weigh_cost) = (step_of(self.now), self.config.weigh_cost);
+        let table = &self.table;
+        let view = View { table, reuse: &self.reuse, home, now, weigh_cost };
         match home {
             Home::Host => {
                 let leave = |index| host_may_leave(table.get(index), usable);
-                self.host.tier.victim(class, leave)
+                self.host.tier.victim(class, &view, leave)
             }
             Home::Device(gpu) => {
                 let found = self.devices.get_mut(usize::from(gpu.0))?;
                 let dirty = &found.dirty;
                 let leave = |index| device_may_leave(table.get(index), dirty.contains(index));
-                found.tier.victim(class, leave)
+                found.tier.victim(class, &view, leave)
             }
         }
     }
@@ -287,6 +312,9 @@ impl Catalog {
 
     fn forget_dirty(&mut self, index: u32) {
         let block = self.table.get_mut(index);
+        if block.is_refused() {
+            return block.set_refused(false);
+        }
         let bytes = slot_bytes(block);
         match block.nvme {
             NvmeCopy::Resident(_) | NvmeCopy::Writing { doomed: true } => return,
@@ -302,7 +330,8 @@ impl Catalog {
     /// The host copy has no copy on nvme (any more).
     pub(crate) fn become_dirty(&mut self, index: u32) {
         self.host.dirty_bytes += slot_bytes(self.table.get(index));
-        self.host.dirty.push_front(index);
+        let how = use_of(&self.table, &self.reuse, index, false);
+        self.host.dirty.push_front(index, how);
     }
 
     /// One more operation reads the block's slot.
@@ -474,7 +503,7 @@ fn host_may_leave(block: &Block, nvme_usable: bool) -> Leave {
     match block.host {
         HostCopy::Resident { users: 0, .. } if clean => Leave::Yes,
         _ if block.pins > 0 => Leave::Pinned,
-        HostCopy::Resident { users: 0, .. } if !nvme_usable => Leave::Yes,
+        HostCopy::Resident { users: 0, .. } if !nvme_usable || block.is_refused() => Leave::Yes,
         _ => Leave::No,
     }
 }

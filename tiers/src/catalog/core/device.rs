@@ -38,10 +38,7 @@ pub(crate) struct DeviceTier {
 }
 
 impl DeviceTier {
-    pub(crate) fn new(
-        shape: &DeviceShape,
-        policy: fn() -> Box<dyn super::policy::Policy>,
-    ) -> DeviceTier {
+    pub(crate) fn new(shape: &DeviceShape, policy: super::policy::PolicyChoice) -> DeviceTier {
         DeviceTier {
             tier: SlotTier::new(shape.pool_bytes, shape.slab_bytes, policy),
             dirty: OrderList::default(),

@@ -1,7 +1,7 @@
 //! What the catalog is told and what it decides: a closed set of events and actions.
 
 use super::codecs::CodecTrial;
-use super::policy::Policy;
+use super::policy::PolicyChoice;
 use super::request::{
     AskId, CodecChoice, GpuId, OfflineReason, Outcome, RegionId, Reply, Request, SessionId,
     TenantId, TicketId, Tier,
@@ -443,6 +443,9 @@ pub struct NvmeShape {
     pub clean_segments: u32,
     /// Largest part of a segment that reclaim writes again, percent. Default: 25.
     pub reinsert_percent: u32,
+    /// Bytes that may be written in a day; an hour gets a 24th of it at most. Default: none, so
+    /// that all blocks are written.
+    pub write_bytes_per_day: Option<u64>,
 }
 
 /// How the catalog is set up. Every limit is a number of the configuration.
@@ -451,8 +454,13 @@ pub struct CatalogConfig {
     pub host_bytes: u64,
     /// Bytes of a slab.
     pub slab_bytes: u32,
-    /// Makes the eviction policy of one host size class.
-    pub host_policy: fn() -> Box<dyn Policy>,
+    /// Which copy leaves host RAM first.
+    pub host_policy: PolicyChoice,
+    /// The same for the pool of each GPU.
+    pub device_policy: PolicyChoice,
+    /// Whether predicted reuse is weighted by what computing a block again would take. It saves
+    /// seconds and costs hits. Default: false.
+    pub weigh_cost: bool,
     /// The pool of each GPU, if there are any.
     pub devices: Vec<DeviceShape>,
     /// The nvme tier, if there is one.

@@ -2,9 +2,11 @@
 
 use super::Catalog;
 use super::request::{
-    LeaseId, Limit, LookupReply, PinId, PrefixQuery, Refusal, Reply, Run, RunState, SessionId, Tier,
+    Conversation, Hints, LeaseId, Limit, LookupReply, PinId, PrefixQuery, Refusal, Reply, Run,
+    RunState, SessionId, Tier,
 };
-use super::table::{BATCH, BlockRef, DeviceCopy, FillSource, HostCopy, NvmeCopy};
+use super::reuse::{Path, RequestId, short_key};
+use super::table::{BATCH, BlockRef, DeviceCopy, FillSource, HostCopy, NvmeCopy, step_of};
 use crate::block::{BlockKey, NamespaceId};
 
 /// Keys of a lookup that are searched first.
@@ -89,6 +91,7 @@ impl Catalog {
         session: SessionId,
         prefixes: &[PrefixQuery],
         lease_ms: u32,
+        hints: &Hints,
     ) -> Reply {
         let keys = prefixes.first().map_or(0, |prefix| prefix.keys.len());
         if prefixes.iter().any(|prefix| prefix.keys.len() != keys) {
@@ -105,20 +108,58 @@ impl Catalog {
             reply.blocks += 1;
         });
         self.counters.lookup_hits += u64::from(reply.blocks);
+        if lease_ms == 0 {
+            return Reply::Lookup(reply);
+        }
+        if self.config.trace_order {
+            self.begin_request(prefixes, &found, hints);
+            return Reply::Lookup(reply);
+        }
         if reply.blocks > 0
-            && lease_ms > 0
-            && let Err(busy) = self.grant_lease(session, &mut found, lease_ms, &mut reply)
+            && let Err(busy) = self.may_lease(session, &mut found, &mut reply)
         {
             return busy;
+        }
+        let request = self.begin_request(prefixes, &found, hints);
+        if reply.blocks > 0 {
+            self.grant_lease(session, &found, request, lease_ms, &mut reply);
+        }
+        if let (Some(retain_ms), Some(prefix)) = (hints.retain_ms, prefixes.first()) {
+            self.pin_prefix(session, prefix, retain_ms);
         }
         Reply::Lookup(reply)
     }
 
-    fn grant_lease(
+    /// Tells what learns that a request begins, with the blocks that are there.
+    fn begin_request(
         &mut self,
+        prefixes: &[PrefixQuery],
+        found: &[Vec<u32>],
+        hints: &Hints,
+    ) -> RequestId {
+        let (Some(prefix), Some(run)) = (prefixes.first(), found.first()) else {
+            return RequestId::default();
+        };
+        let namespace = prefix.namespace;
+        let known = run.len();
+        let last = run.last().filter(|_| known == prefix.keys.len());
+        let cut_short = last.is_some_and(|index| self.table.get(*index).is_short());
+        let path = Path { namespace, keys: &prefix.keys, known, cut_short };
+        let request = self.reuse.announce(&path, hints, step_of(self.now));
+        // The other ranks' blocks are stored for the same request.
+        for other in prefixes.iter().skip(1) {
+            if let Some(first) = other.keys.get(known) {
+                self.reuse.expect_store(short_key(other.namespace, first), request);
+            }
+        }
+        request
+    }
+
+    /// Cuts the run to what may be leased, or says why none may be.
+    fn may_lease(
+        &self,
         session: SessionId,
         found: &mut [Vec<u32>],
-        lease_ms: u32,
         reply: &mut LookupReply,
     ) -> Result<(), Reply> {
         let limits = self.config.limits;
@@ -140,18 +181,28 @@ impl Catalog {
             found.iter_mut().for_each(|list| list.truncate(fits));
             cut_runs(reply, fits as u32);
         }
+        Ok(())
+    }
+
+    fn grant_lease(
+        &mut self,
+        session: SessionId,
+        found: &[Vec<u32>],
+        request: RequestId,
+        lease_ms: u32,
+        reply: &mut LookupReply,
+    ) {
         let mut blocks = Vec::with_capacity(found.iter().map(Vec::len).sum());
         for index in found.iter().flatten() {
             blocks.push(self.pin(*index));
             self.table.get_mut(*index).count_hit();
         }
         for index in found.iter().flatten().rev() {
-            self.touch(*index);
+            self.touch_for(*index, request, true);
         }
-        reply.lease_ms = lease_ms.min(limits.lease_ms_max);
+        reply.lease_ms = lease_ms.min(self.config.limits.lease_ms_max);
         let expires = self.now.plus_ms(u64::from(reply.lease_ms));
         reply.lease = self.clients.add_lease(session, expires, blocks);
-        Ok(())
     }
 
     /// Whether pinning these blocks too would stay within the part of a tier that may be pinned.
@@ -168,7 +219,8 @@ impl Catalog {
     fn pinned_bytes_max(&self) -> u64 {
         let percent = u64::from(self.config.limits.pinned_percent);
         let bytes = match &self.nvme {
-            Some(nvme) if nvme.offline.is_none() => {
+            // With a write budget, what is pinned may have to stay in host RAM.
+            Some(nvme) if nvme.offline.is_none() && nvme.admission.is_none() => {
                 let geometry = nvme.shape.geometry;
                 u64::from(geometry.payload_bytes()) * u64::from(geometry.segments)
             }
@@ -215,15 +267,35 @@ impl Catalog {
         Reply::Count(u64::from(held && self.end_lease(lease)))
     }
 
-    pub(super) fn touch_prefix(&mut self, prefix: &PrefixQuery) -> Reply {
+    pub(super) fn touch_prefix(
+        &mut self,
+        session: SessionId,
+        prefix: &PrefixQuery,
+        hints: &Hints,
+    ) -> Reply {
         if prefix.keys.len() > self.config.limits.keys_per_call {
             return Reply::Refused(Refusal::TooManyKeys);
         }
         let found = prefix.keys.iter();
         let found = found.filter_map(|key| self.find_available(prefix.namespace, key));
         let found: Vec<u32> = found.collect();
+        let trace_order = self.config.trace_order;
+        if let Some(last) = found.last() {
+            self.reuse.hint(self.table.get(*last).request(), hints);
+        }
+        let finished = hints.conversation == Conversation::Finished;
         for index in found.iter().rev() {
-            self.touch(*index);
+            // What others go through too stays as it is.
+            if finished && self.table.branches(*index) {
+                break;
+            }
+            match trace_order {
+                true => self.touch_for(*index, self.reuse.last(), true),
+                false => self.touch(*index),
+            }
+        }
+        if let Some(retain_ms) = hints.retain_ms {
+            self.pin_prefix(session, prefix, retain_ms);
         }
         Reply::Count(found.len() as u64)
     }

@@ -8,11 +8,13 @@
 //! what may grow is limited by [`CatalogConfig`].
 
 mod admin;
+mod admission;
 mod adopt;
 mod clients;
 mod codecs;
 mod copies;
 mod device;
+mod dirty;
 mod erase;
 mod event;
 mod flow;
@@ -20,11 +22,13 @@ mod index;
 mod load;
 mod lookup;
 mod policy;
+mod reuse;
 mod segments;
 mod slot_tier;
 mod slots;
 mod spill;
 mod store;
+mod survival;
 mod table;
 #[cfg(test)]
 mod tests;
@@ -37,7 +41,7 @@ pub use event::{
     Action, CatalogConfig, DeviceShape, Event, Limits, NamespaceInfo, NvmeShape, OpError, OpId,
     SlotPlace, WRITE_BYTES_IN_FLIGHT, slab_bytes_for,
 };
-pub use policy::{Fifo, Lru, POLICY_NAMES, Policy, Sieve, policy_by_name};
+pub use policy::{About, Arc, Fifo, Lru, Outlook, Policy, PolicyChoice, Pre, QUEUES, Sieve, Use};
 pub use slots::SlotId;
 
 use super::request;
@@ -49,6 +53,8 @@ use copies::{HostTier, NvmeTier};
 use device::DeviceTier;
 use erase::Erasures;
 use flow::{Flow, Op, Part, Target, Ticket, TicketKind};
+use reuse::Reuse;
+use store::Stored;
 use table::BlockTable;
 
 /// The state of one node's cache.
@@ -70,6 +76,7 @@ pub struct Catalog {
     clients: Clients,
     flow: Flow,
     bad: BadKeys,
+    reuse: Reuse,
     erasures: Erasures,
     counters: Counters,
     drain: Option<Drain>,
@@ -114,8 +121,11 @@ impl Catalog {
     pub fn new(config: CatalogConfig) -> Catalog {
         let host = HostTier::new(&config);
         let devices = config.devices.iter();
-        let devices = devices.map(|shape| DeviceTier::new(shape, config.host_policy)).collect();
+        let devices = devices.map(|shape| DeviceTier::new(shape, config.device_policy)).collect();
         let nvme = config.nvme.as_ref().map(NvmeTier::new);
+        let on_gpu = !config.devices.is_empty() && config.device_policy.learns();
+        let rationed = nvme.as_ref().is_some_and(|nvme| nvme.admission.is_some());
+        let learns = on_gpu || rationed || config.host_policy.learns();
         Catalog {
             table: BlockTable::new(config.hash_seed),
             config,
@@ -132,6 +142,7 @@ impl Catalog {
             clients: Clients::default(),
             flow: Flow::default(),
             bad: BadKeys::default(),
+            reuse: Reuse::new(learns),
             erasures: Erasures::default(),
             counters: Counters::default(),
             drain: None,
@@ -202,16 +213,18 @@ impl Catalog {
             self.last_demand = self.now;
         }
         let reply = match request {
-            Request::Lookup { prefixes, lease_ms } => self.lookup(session, &prefixes, lease_ms),
+            Request::Lookup { prefixes, lease_ms, hints } => {
+                self.lookup(session, &prefixes, lease_ms, &hints)
+            }
             Request::Load { lease, namespace, region, after_event, blocks } => {
                 let target = Target { region, after_event };
                 self.load(session, lease, namespace, target, &blocks)
             }
-            Request::Store { namespace, conversation, region, after_event, blocks } => {
-                let target = Target { region, after_event };
-                self.store(session, namespace, conversation, target, &blocks)
+            Request::Store { namespace, conversation, region, after_event, blocks, hints } => {
+                let what = Stored { namespace, conversation, blocks: &blocks, hints: &hints };
+                self.store(session, &what, Target { region, after_event })
             }
-            Request::Touch { prefix } => self.touch_prefix(&prefix),
+            Request::Touch { prefix, hints } => self.touch_prefix(session, &prefix, &hints),
             Request::Prefetch { prefix } => self.prefetch(session, &prefix),
             Request::Pin { prefix, ttl_ms } => self.pin_prefix(session, &prefix, ttl_ms),
             Request::Unpin { pin } => self.unpin(session, pin),

@@ -4,9 +4,12 @@
 //! Invariant: a block is in the order of its size class as long as it has a slot that is being
 //! filled or that holds a usable copy.
 
-use super::policy::Policy;
+use super::policy::{About, Outlook, Policy, PolicyChoice, Use};
 use super::request::GpuId;
+use super::reuse::{Reuse, short_key};
 use super::slots::{Allocated, ClassId, SlotId, Slots};
+use super::survival::SHORT;
+use super::table::{BlockTable, DeviceCopy, HostCopy};
 
 /// Searches for one victim at most, each past thousands of pinned blocks.
 const SEARCHES_MAX: usize = 64;
@@ -27,23 +30,87 @@ pub(crate) enum Leave {
     Pinned,
 }
 
+/// What policies see of the blocks of a tier.
+pub(crate) struct View<'a> {
+    pub(crate) table: &'a BlockTable,
+    pub(crate) reuse: &'a Reuse,
+    pub(crate) home: Home,
+    /// In steps of the table's coarse time.
+    pub(crate) now: u32,
+    /// Hits are worth what computing the block again would take.
+    pub(crate) weigh_cost: bool,
+}
+
+impl View<'_> {
+    /// How the block was used last.
+    pub(crate) fn how(&self, index: u32) -> Use {
+        use_of(self.table, self.reuse, index, false)
+    }
+}
+
+/// How a block was used last. `fresh`: a request begins to use it.
+pub(crate) fn use_of(table: &BlockTable, reuse: &Reuse, index: u32, fresh: bool) -> Use {
+    let block = table.get(index);
+    let queue = match block.is_short() {
+        true => SHORT,
+        false => reuse.queue(block.request(), || table.branches(index)),
+    };
+    Use { queue, fresh, key: short_key(block.namespace, &block.key) }
+}
+
+/// Tokens of context at which computing a token takes twice as long as at the start of a prompt.
+const CONTEXT_TOKENS: f32 = 30_500.0;
+
+impl Outlook for View<'_> {
+    fn about(&self, block: u32) -> About {
+        let found = self.table.get(block);
+        let before = found.position as f32 * found.tokens as f32;
+        let weight = if self.weigh_cost { 1.0 + before / CONTEXT_TOKENS } else { 1.0 };
+        About { tick: found.used_tick(), used_at: found.used_step(), weight }
+    }
+
+    fn score(&self, queue: u8, about: &About) -> f32 {
+        if !self.reuse.has_learned() {
+            return 0.0;
+        }
+        self.reuse.score(queue, self.now.saturating_sub(about.used_at)) * about.weight
+    }
+
+    fn child(&self, block: u32) -> Option<u32> {
+        self.table.child(block, |child| match self.home {
+            Home::Host => {
+                matches!(child.host, HostCopy::Filling { .. } | HostCopy::Resident { .. })
+            }
+            Home::Device(home) => match child.device {
+                DeviceCopy::Filling { gpu, .. } | DeviceCopy::Resident { gpu, .. } => gpu == home,
+                DeviceCopy::Absent | DeviceCopy::Draining { .. } => false,
+            },
+        })
+    }
+
+    fn key(&self, block: u32) -> u64 {
+        let found = self.table.get(block);
+        short_key(found.namespace, &found.key)
+    }
+}
+
 /// The slots and their order.
 pub(crate) struct SlotTier {
     pub(crate) slots: Slots,
     /// One per size class.
     policies: Vec<Box<dyn Policy>>,
-    policy: fn() -> Box<dyn Policy>,
+    policy: PolicyChoice,
 }
 
 impl SlotTier {
-    pub(crate) fn new(bytes: u64, slab_bytes: u32, policy: fn() -> Box<dyn Policy>) -> SlotTier {
+    pub(crate) fn new(bytes: u64, slab_bytes: u32, policy: PolicyChoice) -> SlotTier {
         SlotTier { slots: Slots::new(bytes, slab_bytes), policies: Vec::new(), policy }
     }
 
     pub(crate) fn class_of(&mut self, bytes: u32) -> Option<ClassId> {
         let class = self.slots.class_of(bytes)?;
         while self.policies.len() <= class {
-            self.policies.push((self.policy)());
+            self.policies.push(self.policy.make());
         }
         Some(class)
     }
@@ -54,24 +121,24 @@ impl SlotTier {
     }
 
     /// A free slot for the block, which is the warmest of its class then.
-    pub(crate) fn allocate(&mut self, class: ClassId, index: u32) -> Option<Allocated> {
+    pub(crate) fn allocate(&mut self, class: ClassId, index: u32, how: Use) -> Option<Allocated> {
         let new = self.slots.allocate(class, index)?;
-        self.policies.get_mut(class)?.insert(index);
+        self.policies.get_mut(class)?.insert(index, how);
         Some(new)
     }
 
     /// The block has a slot that it was not allocated here.
-    pub(crate) fn insert(&mut self, index: u32, bytes: u32) {
+    pub(crate) fn insert(&mut self, index: u32, bytes: u32, how: Use) {
         if let Some(policy) = self.policy_of(bytes) {
-            policy.insert(index);
+            policy.insert(index, how);
         }
     }
 
     /// The block was used at `tick`.
-    pub(crate) fn touch(&mut self, index: u32, bytes: u32, slot: SlotId, tick: u64) {
+    pub(crate) fn touch(&mut self, index: u32, bytes: u32, slot: SlotId, tick: u64, how: Use) {
         self.slots.touch(slot, tick);
         if let Some(policy) = self.policy_of(bytes) {
-            policy.touch(index);
+            policy.touch(index, how);
         }
     }
 
@@ -83,11 +150,16 @@ impl SlotTier {
     }
 
     /// The block that leaves next.
-    pub(crate) fn victim(&mut self, class: ClassId, leave: impl Fn(u32) -> Leave) -> Option<u32> {
+    pub(crate) fn victim(
+        &mut self,
+        class: ClassId,
+        outlook: &View<'_>,
+        leave: impl Fn(u32) -> Leave,
+    ) -> Option<u32> {
         let policy = self.policies.get_mut(class)?;
         for _ in 0..SEARCHES_MAX {
             let mut pinned = Vec::new();
-            let victim = policy.victim(&mut |index| match leave(index) {
+            let victim = policy.victim(outlook, &mut |index| match leave(index) {
                 Leave::Yes => true,
                 Leave::No => false,
                 Leave::Pinned => {
@@ -97,7 +169,7 @@ impl SlotTier {
             });
             // What is pinned is in use: it must not be in the way of the next search.
             for index in &pinned {
-                policy.touch(*index);
+                policy.touch(*index, outlook.how(*index));
             }
             if victim.is_some() || pinned.is_empty() {
                 return victim;
@@ -108,7 +180,7 @@ impl SlotTier {
 
     /// Whether any order holds the block.
     #[cfg(test)]
-    pub(crate) fn listed(&mut self, index: u32) -> bool {
-        self.policies.iter_mut().any(|policy| policy.victim(&mut |at| at == index).is_some())
+    pub(crate) fn listed(&self, index: u32) -> bool {
+        self.policies.iter().any(|policy| policy.contains(index))
     }
 }

@@ -7,6 +7,7 @@ use super::event::{Action, OpError, OpId};
 use super::flow::Op;
 use super::request::{OfflineReason, Reply, Tier};
 use super::segments::{SegmentState, Space};
+use super::slot_tier::use_of;
 use super::table::{BATCH, FillSource, HostCopy, Location, NIL, NvmeCopy};
 use crate::block::{Codec, Sum128, page_ceil};
 
@@ -41,9 +42,12 @@ impl Catalog {
     pub(super) fn pump_writes(&mut self) {
         while self.nvme_usable() {
             let (limit, eager) = self.write_bytes_allowed();
+            if limit == 0 || self.flow.write_bytes >= limit {
+                return;
+            }
             let next = match self.drain {
-                Some(_) => self.host.dirty.front(),
-                None => self.host.dirty.back(),
+                Some(_) => self.host.dirty.hottest(),
+                None => self.next_dirty(),
             };
             let Some(index) = next else {
                 return;
@@ -52,10 +56,10 @@ impl Catalog {
             let bytes = slot_bytes(block);
             let full = self.flow.write_bytes > 0 && self.flow.write_bytes + bytes > limit;
             // Encoding takes the threads that copy for clients.
-            if limit == 0 || full || (eager && self.may_be_encoded(block.namespace)) {
+            if full || (eager && self.may_be_encoded(block.namespace)) {
                 return;
             }
-            if !self.start_write(index) {
+            if self.admit_write(index) && !self.start_write(index) {
                 return;
             }
         }
@@ -70,7 +74,9 @@ impl Catalog {
             return (most, false);
         }
         let half = self.host.dirty_bytes > self.host.tier.slots.capacity_bytes() / 2;
-        let eager = half && self.config.idle_ms > 0 && self.flow.reads == 0;
+        // What a budget is spent on is decided as late as can be.
+        let eager =
+            half && self.config.idle_ms > 0 && self.flow.reads == 0 && !self.has_write_budget();
         (if eager { most.min(EAGER_BYTES_MAX) } else { 0 }, true)
     }
 
@@ -80,7 +86,8 @@ impl Catalog {
         let idle_us = self.config.idle_ms * 1000;
         let idle = idle_us > 0 && self.now.0.saturating_sub(self.last_demand.0) >= idle_us;
         let pressed = self.host.starved || self.host.dirty_bytes > dirty_max;
-        self.drain.is_some() || idle || pressed || self.trickle_bytes > 0
+        let early = (idle || self.trickle_bytes > 0) && !self.has_write_budget();
+        self.drain.is_some() || pressed || early
     }
 
     fn start_write(&mut self, index: u32) -> bool {
@@ -248,7 +255,10 @@ impl Catalog {
                 self.host.dirty_bytes -= bytes;
                 self.list_on_nvme(index, location, pinned, orphan);
             }
-            None if !doomed => self.host.dirty.push_front(index),
+            None if !doomed => {
+                let how = use_of(&self.table, &self.reuse, index, false);
+                self.host.dirty.push_front(index, how);
+            }
             None => {}
         }
         self.remove_user(index);

@@ -4,24 +4,29 @@ use super::Catalog;
 use super::event::{Action, OpError, OpId, SlotPlace};
 use super::flow::{Op, Part, Target, TicketKind, Waiter};
 use super::request::{
-    GpuId, Limit, MissReason, Outcome, Refusal, RejectReason, Reply, SessionId, StoreBlock,
+    GpuId, Hints, Limit, MissReason, Outcome, PrefixQuery, Refusal, RejectReason, Reply, SessionId,
+    StoreBlock,
 };
+use super::reuse::{Path, RequestId, short_key};
 use super::slot_tier::Home;
-use super::table::{DeviceCopy, FillSource, HostCopy, NewBlock, NvmeCopy};
-use crate::block::{NamespaceId, Sum128, page_ceil};
+use super::table::{DeviceCopy, FillSource, HostCopy, NewBlock, NvmeCopy, step_of};
+use crate::block::{BlockKey, NamespaceId, Sum128, page_ceil};
 
 /// Blocks before a stored one that are made more recent at most.
 const ANCESTORS_MAX: usize = 4096;
 
+/// What a client stores.
+#[derive(Clone, Copy)]
+pub(super) struct Stored<'a> {
+    pub(super) namespace: NamespaceId,
+    pub(super) conversation: u64,
+    pub(super) blocks: &'a [StoreBlock],
+    pub(super) hints: &'a Hints,
+}
+
 impl Catalog {
-    pub(super) fn store(
-        &mut self,
-        session: SessionId,
-        namespace: NamespaceId,
-        conversation: u64,
-        target: Target,
-        blocks: &[StoreBlock],
-    ) -> Reply {
+    pub(super) fn store(&mut self, session: SessionId, what: &Stored<'_>, target: Target) -> Reply {
+        let Stored { namespace, conversation, blocks, hints } = *what;
         if self.drain.is_some() {
             return Reply::Busy(Limit::Draining);
         }
@@ -42,6 +47,8 @@ impl Catalog {
         if let Some(open) = self.flow.tickets.get_mut(&ticket) {
             open.region = Some(target.region);
         }
+        let request = self.request_of_store(namespace, blocks);
+        self.reuse.hint(request, hints);
         let generation = self.namespaces.get(&namespace).map_or(0, |info| info.generation);
         // Root first, so that what finds no room is the tail; and used leaf first, so that leaves
         // are colder than roots.
@@ -62,29 +69,77 @@ impl Catalog {
             } else if full {
                 self.finish(part, Outcome::Busy);
             } else {
-                full = !self.store_block(&new, conversation, part, target, block.place);
+                let origin = (conversation, request);
+                full = !self.store_block(&new, origin, part, target, block.place);
             }
         }
         for block in blocks.iter().rev() {
             if let Some(index) = self.table.find(namespace, &block.key)
                 && (!self.config.trace_order || !self.table.get(index).is_filling())
             {
-                self.touch(index);
+                self.touch_for(index, request, self.config.trace_order);
             }
         }
         if !self.config.trace_order
             && let Some(first) = blocks.first()
         {
-            self.touch_ancestors(namespace, first);
+            self.touch_ancestors(namespace, first, request);
+        }
+        if let (Some(retain_ms), Some(last)) = (hints.retain_ms, blocks.last()) {
+            self.retain(session, namespace, last, retain_ms);
         }
         self.end_if_complete(ticket);
         Reply::Ticket(ticket)
     }
 
-    fn touch_ancestors(&mut self, namespace: NamespaceId, first: &StoreBlock) {
+    /// Pins the path that ends with a block, as far as the limits allow.
+    fn retain(
+        &mut self,
+        session: SessionId,
+        namespace: NamespaceId,
+        last: &StoreBlock,
+        retain_ms: u64,
+    ) {
+        let Some(index) = self.table.find(namespace, &last.key) else {
+            return;
+        };
+        let path = self.table.ancestors(index).take(ANCESTORS_MAX);
+        let mut keys: Vec<BlockKey> = path.map(|at| self.table.get(at).key).collect();
+        keys.reverse();
+        self.pin_prefix(session, &PrefixQuery { namespace, keys }, retain_ms);
+    }
+
+    /// The request that a store belongs to: the one whose lookup found that these blocks were
+    /// missing, or the one that used the block before them, or one of its own.
+    fn request_of_store(&mut self, namespace: NamespaceId, blocks: &[StoreBlock]) -> RequestId {
+        let Some(first) = blocks.first().filter(|_| self.reuse.is_wanted()) else {
+            return RequestId::default();
+        };
+        for block in blocks {
+            if self.reuse.note_tokens(namespace, block.tokens) {
+                let from = short_key(namespace, &block.key);
+                self.reuse.move_marker(from, short_key(namespace, &block.parent));
+            }
+        }
+        if self.config.trace_order {
+            return self.reuse.last();
+        }
+        if let Some(request) = self.reuse.coming(short_key(namespace, &first.key)) {
+            return request;
+        }
+        let parent = self.table.find(namespace, &first.parent).map(|at| self.table.get(at));
+        if let Some(parent) = parent.filter(|parent| parent.request() != RequestId::default()) {
+            return parent.request();
+        }
+        let keys: Vec<BlockKey> = blocks.iter().map(|block| block.key).collect();
+        let path = Path { namespace, keys: &keys, known: 0, cut_short: false };
+        self.reuse.announce(&path, &Hints::default(), step_of(self.now))
+    }
+
+    fn touch_ancestors(&mut self, namespace: NamespaceId, first: &StoreBlock, request: RequestId) {
         if let Some(parent) = self.table.find(namespace, &first.parent) {
             for index in self.table.ancestors(parent).take(ANCESTORS_MAX).collect::<Vec<_>>() {
-                self.touch(index);
+                self.touch_for(index, request, false);
             }
         }
     }
@@ -93,7 +148,7 @@ impl Catalog {
     fn store_block(
         &mut self,
         new: &NewBlock,
-        conversation: u64,
+        origin: (u64, RequestId),
         part: Part,
         target: Target,
         place: u32,
@@ -112,7 +167,7 @@ impl Catalog {
         let index = self.table.find_or_insert(new);
         let block = self.table.get(index);
         if block.is_ghost() {
-            return self.store_new(index, new, conversation, part, target, place);
+            return self.store_new(index, new, origin, part, target, place);
         }
         if block.raw_bytes != new.raw_bytes {
             self.finish(part, Outcome::Rejected(RejectReason::Mismatch));
@@ -138,13 +193,17 @@ impl Catalog {
         &mut self,
         index: u32,
         new: &NewBlock,
-        conversation: u64,
+        (conversation, request): (u64, RequestId),
         part: Part,
         target: Target,
         place: u32,
     ) -> bool {
         let now_s = self.wall_s();
+        self.tick += 1;
+        let (now, tick) = (self.now, self.tick);
+        let short = self.reuse.is_wanted() && self.reuse.note_tokens(new.namespace, new.tokens);
         let block = self.table.get_mut(index);
+        block.use_at(now, tick);
         if block.pins > 0 && block.raw_bytes != new.raw_bytes {
             self.finish(part, Outcome::Busy);
             return true;
@@ -154,6 +213,8 @@ impl Catalog {
         block.position = new.position;
         block.tokens = new.tokens;
         block.conversation = conversation;
+        block.set_request(request);
+        block.set_short(short);
         block.set_created_s(now_s);
         block.hits = 0;
         self.table.learn_parent(index, new);

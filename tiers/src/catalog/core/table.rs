@@ -14,6 +14,7 @@ use twox_hash::XxHash3_64;
 
 use super::index::KeyIndex;
 use super::request::{GpuId, Timestamp};
+use super::reuse::RequestId;
 use super::slots::SlotId;
 use crate::block::{BlockKey, Codec, Descriptor, NamespaceId, Sum128};
 
@@ -26,11 +27,24 @@ pub(crate) const BLOCKS_MAX: u32 = 1 << 31;
 /// Rows in one piece of memory, 2.5 MiB: growing copies nothing and leaves little idle.
 const PIECE_ROWS: usize = 1 << 14;
 
+/// Blocks right behind another one that are looked at for one that is in some tier.
+const CHILDREN_LOOKED_AT: usize = 32;
+
 /// Keys that are searched side by side, so that waits for memory overlap.
 pub(crate) const BATCH: usize = 64;
 
 /// Microseconds in one step of the coarse time in a row: 65 ms, so that it lasts nine years.
 const USED_STEP_US: u64 = 1 << 16;
+
+/// Bits of the count of uses: enough for nine years of a million a second.
+const TICK_BITS: u32 = 48;
+
+const TICK_MASK: u64 = (1 << TICK_BITS) - 1;
+
+/// The coarse time of a row.
+pub(crate) fn step_of(now: Timestamp) -> u32 {
+    u32::try_from(now.0 / USED_STEP_US).unwrap_or(u32::MAX)
+}
 
 /// Operations that may read one copy at the same time, with some room to the type's limit for
 /// those that a client does not ask for.
@@ -128,7 +142,8 @@ pub(crate) struct Block {
     pub(crate) pins: u32,
     /// When it was last used, in steps of `USED_STEP_US`.
     used_at: u32,
-    pub(crate) used_tick: u64,
+    /// Counts uses, in the lower 48 bits; above them the number of the request that used it last.
+    used: u64,
     /// Lookups that found it. Counts to 65,535.
     pub(crate) hits: u16,
     pub(crate) orphan: bool,
@@ -156,6 +171,10 @@ const LIVE: u8 = 1;
 const QUEUED: u8 = 2;
 /// The block is read back so that its segment can be reclaimed.
 const REINSERT: u8 = 4;
+/// It is in host RAM and was not worth a write to nvme.
+const REFUSED: u8 = 8;
+/// It has fewer tokens than others: nothing follows it.
+const SHORT: u8 = 16;
 
 impl Block {
     pub(crate) fn is_filling(&self) -> bool {
@@ -209,6 +228,24 @@ impl Block {
         self.mark(REINSERT, reinserted);
     }
 
+    /// Whether it is in host RAM and was not worth a write to nvme.
+    pub(crate) fn is_refused(&self) -> bool {
+        self.marks & REFUSED != 0
+    }
+
+    pub(crate) fn set_refused(&mut self, refused: bool) {
+        self.mark(REFUSED, refused);
+    }
+
+    /// Whether it has fewer tokens than others of its namespace, so that nothing follows it.
+    pub(crate) fn is_short(&self) -> bool {
+        self.marks & SHORT != 0
+    }
+
+    pub(crate) fn set_short(&mut self, short: bool) {
+        self.mark(SHORT, short);
+    }
+
     fn mark(&mut self, bit: u8, on: bool) {
         self.marks = if on { self.marks | bit } else { self.marks & !bit };
     }
@@ -226,8 +263,28 @@ impl Block {
         Timestamp(u64::from(self.used_at) * USED_STEP_US)
     }
 
-    pub(crate) fn use_at(&mut self, now: Timestamp) {
-        self.used_at = u32::try_from(now.0 / USED_STEP_US).unwrap_or(u32::MAX);
+    /// The same in steps of 65 ms.
+    pub(crate) fn used_step(&self) -> u32 {
+        self.used_at
+    }
+
+    /// The number of its last use, among those of all blocks.
+    pub(crate) fn used_tick(&self) -> u64 {
+        self.used & TICK_MASK
+    }
+
+    /// The request that used it last.
+    pub(crate) fn request(&self) -> RequestId {
+        RequestId((self.used >> TICK_BITS) as u16)
+    }
+
+    pub(crate) fn set_request(&mut self, request: RequestId) {
+        self.used = self.used_tick() | u64::from(request.0) << TICK_BITS;
+    }
+
+    pub(crate) fn use_at(&mut self, now: Timestamp, tick: u64) {
+        self.used_at = step_of(now);
+        self.used = (self.used & !TICK_MASK) | (tick & TICK_MASK);
     }
 
     /// When it was stored, seconds since the Unix epoch.
@@ -503,7 +560,7 @@ impl BlockTable {
             raw_bytes: new.raw_bytes,
             pins: 0,
             used_at: 0,
-            used_tick: 0,
+            used: 0,
             hits: 0,
             orphan: false,
             marks: LIVE,
@@ -578,6 +635,16 @@ impl BlockTable {
             let next = self.get(*at).next_sibling;
             (next != NIL).then_some(next)
         })
+    }
+
+    /// The first of the blocks right behind this one for which `wanted` is true, among a few.
+    pub(crate) fn child(&self, index: u32, wanted: impl Fn(&Block) -> bool) -> Option<u32> {
+        self.children(index).take(CHILDREN_LOOKED_AT).find(|at| wanted(self.get(*at)))
+    }
+
+    /// Whether several paths go on from the block.
+    pub(crate) fn branches(&self, index: u32) -> bool {
+        self.children(index).nth(1).is_some()
     }
 
     /// The blocks and all that follow them, each once, parents before children within a chain.

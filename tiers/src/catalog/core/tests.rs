@@ -1,6 +1,7 @@
 //! The catalog against a small edge that carries actions out late, out of order, and with faults.
 
 mod device;
+mod policy;
 
 use std::collections::{HashMap, VecDeque};
 
@@ -22,7 +23,9 @@ fn config(host_blocks: u64, nvme: bool) -> CatalogConfig {
     CatalogConfig {
         host_bytes: host_blocks * u64::from(BLOCK),
         slab_bytes: BLOCK * 4,
-        host_policy: || Box::new(Lru::default()),
+        host_policy: PolicyChoice::Lru,
+        device_policy: PolicyChoice::Lru,
+        weigh_cost: false,
         devices: vec![],
         nvme: nvme.then(|| NvmeShape {
             geometry: geometry(),
@@ -32,6 +35,7 @@ fn config(host_blocks: u64, nvme: bool) -> CatalogConfig {
             reads_in_flight: 4,
             clean_segments: 2,
             reinsert_percent: 25,
+            write_bytes_per_day: None,
         }),
         limits: Limits::default(),
         copy_threads: 1,
@@ -216,7 +220,7 @@ impl Edge {
 
     fn lookup(&mut self, keys: Vec<BlockKey>, lease_ms: u32) -> LookupReply {
         let prefixes = vec![PrefixQuery { namespace: NAMESPACE, keys }];
-        match self.ask(Request::Lookup { prefixes, lease_ms }) {
+        match self.ask(Request::Lookup { prefixes, lease_ms, hints: Hints::default() }) {
             Some(Reply::Lookup(reply)) => reply,
             Some(Reply::Busy(_)) => LookupReply::default(),
             other => panic!("{other:?}"),
@@ -237,6 +241,7 @@ impl Edge {
             region: self.region_id(),
             after_event: None,
             blocks,
+            hints: Hints::default(),
         };
         match self.ask(request) {
             Some(Reply::Ticket(ticket)) => Some(ticket),
@@ -297,7 +302,7 @@ impl Catalog {
                         (in_host[at].0 + 1, in_host[at].1 + super::copies::slot_bytes(block));
                 }
                 orphans[at] += if block.orphan { u64::from(location.stored_bytes) } else { 0 };
-            } else if matches!(block.host, HostCopy::Resident { .. }) {
+            } else if matches!(block.host, HostCopy::Resident { .. }) && !block.is_refused() {
                 dirty += u64::from(BLOCK);
             }
             let parent = block.parent;
@@ -429,6 +434,7 @@ fn the_first_writer_wins_and_a_mismatch_is_counted() {
         region: edge.region_id(),
         after_event: None,
         blocks: vec![block],
+        hints: Hints::default(),
     };
     let Some(Reply::Ticket(ticket)) = edge.ask(request) else { panic!("no ticket") };
     assert_eq!(edge.outcomes(Some(ticket)), [Outcome::Rejected(RejectReason::Mismatch)]);
@@ -454,7 +460,7 @@ fn a_block_of_another_namespace_is_absent() {
     let keys = chain(1, 3);
     edge.store(&keys, 0);
     let prefixes = vec![PrefixQuery { namespace: NamespaceId(2), keys }];
-    let reply = edge.ask(Request::Lookup { prefixes, lease_ms: 1000 });
+    let reply = edge.ask(Request::Lookup { prefixes, lease_ms: 1000, hints: Hints::default() });
     assert!(matches!(reply, Some(Reply::Lookup(found)) if found == LookupReply::default()));
 }
 
@@ -464,7 +470,11 @@ fn the_run_is_what_all_prefixes_have() {
     edge.store(&chain(1, 8), 0);
     edge.store(&chain(2, 5), 0);
     let prefix = |number| PrefixQuery { namespace: NAMESPACE, keys: chain(number, 8) };
-    let request = Request::Lookup { prefixes: vec![prefix(1), prefix(2)], lease_ms: 0 };
+    let request = Request::Lookup {
+        prefixes: vec![prefix(1), prefix(2)],
+        lease_ms: 0,
+        hints: Hints::default(),
+    };
     assert!(matches!(edge.ask(request), Some(Reply::Lookup(found)) if found.blocks == 5));
 }
 
@@ -603,6 +613,7 @@ fn parents_that_form_a_ring_do_no_harm() {
             region: edge.region_id(),
             after_event: None,
             blocks: vec![block],
+            hints: Hints::default(),
         };
         edge.ask(request);
     }
@@ -864,8 +875,15 @@ proptest! {
         nvme in any::<bool>(),
         gpus in 0usize..3,
         pool_blocks in 0u64..16,
+        policy in 0usize..5,
+        budget in prop::option::of(1u64 << 20..1 << 32),
     ) {
         let mut config = config(24, nvme);
+        config.host_policy = PolicyChoice::ALL[policy];
+        config.device_policy = config.host_policy;
+        if let Some(nvme) = &mut config.nvme {
+            nvme.write_bytes_per_day = budget;
+        }
         config.devices = vec![pool(pool_blocks); gpus];
         config.limits.pin_ms_max = 1000;
         let mut edge = Edge::new(config);
