@@ -26,7 +26,7 @@ const THREAD_WORK_MIN: usize = 1 << 20;
 /// Sums are taken in this many lanes, so that the compiler can vectorize them.
 const LANES: usize = 8;
 
-/// `out = x * weights^T`: `weights` has a row for each column of `out`.
+/// `out = x * weights`, in threads that each compute some columns.
 pub(crate) fn multiply(
     x: ArrayView2<'_, f32>,
     weights: ArrayView2<'_, f32>,
@@ -35,14 +35,14 @@ pub(crate) fn multiply(
 ) {
     let small = x.nrows() * weights.len() < THREAD_WORK_MIN;
     if small || threads < 2 {
-        general_mat_mul(1.0, &x, &weights.t(), 0.0, &mut out);
+        general_mat_mul(1.0, &x, &weights, 0.0, &mut out);
         return;
     }
-    let rows = weights.nrows().div_ceil(threads);
+    let columns = weights.ncols().div_ceil(threads);
     std::thread::scope(|scope| {
-        let parts = weights.axis_chunks_iter(Axis(0), rows);
-        for (part, mut out) in parts.zip(out.axis_chunks_iter_mut(Axis(1), rows)) {
-            scope.spawn(move || general_mat_mul(1.0, &x, &part.t(), 0.0, &mut out));
+        let parts = weights.axis_chunks_iter(Axis(1), columns);
+        for (part, mut out) in parts.zip(out.axis_chunks_iter_mut(Axis(1), columns)) {
+            scope.spawn(move || general_mat_mul(1.0, &x, &part, 0.0, &mut out));
         }
     });
 }
@@ -173,7 +173,7 @@ mod tests {
         let mut source = Random::new(1);
         for (rows, outs, ins) in [(67, 33, 577), (130, 640, 576), (40, 300, 1536), (9, 5, 3)] {
             let x = random(&mut source, rows, ins);
-            let weights = random(&mut source, outs, ins);
+            let weights = random(&mut source, ins, outs);
             let mut whole = Array2::zeros((rows, outs));
             multiply(x.view(), weights.view(), whole.view_mut(), 1);
             for step in [1, 2, 3, 7, 8, 16, 64] {
@@ -190,8 +190,8 @@ mod tests {
             // Also when more is summed, but all of it zero: the tokens behind a row's own.
             let mut longer = Array2::zeros((rows, ins + 700));
             longer.slice_axis_mut(Axis(1), Slice::from(..ins)).assign(&x);
-            let mut more = random(&mut source, outs, ins + 700);
-            more.slice_axis_mut(Axis(1), Slice::from(..ins)).assign(&weights);
+            let mut more = random(&mut source, ins + 700, outs);
+            more.slice_axis_mut(Axis(0), Slice::from(..ins)).assign(&weights);
             let mut with_zeros = Array2::zeros((rows, outs));
             multiply(longer.view(), more.view(), with_zeros.view_mut(), 2);
             assert!(bits(whole.view()) == bits(with_zeros.view()), "{rows} with zeros");
@@ -201,11 +201,11 @@ mod tests {
     #[test]
     fn the_product_is_right() {
         let mut source = Random::new(2);
-        let (x, weights) = (random(&mut source, 5, 300), random(&mut source, 7, 300));
+        let (x, weights) = (random(&mut source, 5, 300), random(&mut source, 300, 7));
         let mut out = Array2::zeros((5, 7));
         multiply(x.view(), weights.view(), out.view_mut(), 2);
         for ((row, column), value) in out.indexed_iter() {
-            let pairs = x.row(row).into_iter().zip(weights.row(column));
+            let pairs = x.row(row).into_iter().zip(weights.column(column));
             let exact: f64 = pairs.map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
             assert!((f64::from(*value) - exact).abs() < 1e-4, "{value} {exact}");
         }

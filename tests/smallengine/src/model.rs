@@ -30,7 +30,7 @@ impl Model<'_> {
         let shape = self.weights.shape();
         let mut x = Array2::zeros((tokens.len(), shape.hidden));
         for (mut row, token) in x.rows_mut().into_iter().zip(tokens) {
-            row.assign(&self.weights.embedding.row(*token as usize));
+            row.assign(&self.weights.embedding.column(*token as usize));
         }
         let turns = turns(start, tokens.len(), shape.head_dim, shape.rope_base);
         for (number, layer) in self.weights.layers.iter().enumerate() {
@@ -46,7 +46,7 @@ impl Model<'_> {
     }
 
     fn product(&self, x: ArrayView2<'_, f32>, weights: &Array2<f32>) -> Array2<f32> {
-        let mut out = Array2::zeros((x.nrows(), weights.nrows()));
+        let mut out = Array2::zeros((x.nrows(), weights.ncols()));
         multiply(x, weights.view(), out.view_mut(), self.threads);
         out
     }
@@ -169,13 +169,13 @@ fn attend(
 ) {
     let scale = 1.0 / (shape.head_dim as f32).sqrt();
     let mut scores = Array2::zeros((q.nrows(), k.nrows()));
-    multiply(q, k.view(), scores.view_mut(), 1);
+    multiply(q, k.t(), scores.view_mut(), 1);
     let mut sums = Vec::with_capacity(q.nrows());
     for (row, mut scores) in scores.rows_mut().into_iter().enumerate() {
         let scores = scores.as_slice_mut().expect(CONTIGUOUS);
         sums.push(soften(scores, start + row + 1, scale));
     }
-    multiply(scores.view(), v.t(), out.view_mut(), 1);
+    multiply(scores.view(), v.view(), out.view_mut(), 1);
     for (mut row, sum) in out.rows_mut().into_iter().zip(sums) {
         row.mapv_inplace(|value| value / sum);
     }

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use ndarray::Array2;
+use ndarray::{Array2, ArrayView2, Axis};
 
 use crate::gguf::{Gguf, GgufError};
 
@@ -131,7 +131,7 @@ pub enum WeightsError {
     NotThisModel(String),
 }
 
-/// One layer. A matrix has a row for each value that comes out of it.
+/// One layer. A matrix has a column for each value that comes out of it: products are faster so.
 pub(crate) struct Layer {
     pub(crate) attention_norm: Vec<f32>,
     pub(crate) q: Array2<f32>,
@@ -173,9 +173,7 @@ impl Weights {
         let (hidden, q, kv) = (shape.hidden, wide(shape.heads), wide(shape.kv_heads));
         let list = |name: &str| file.tensor(name, &[hidden]);
         let matrix = |name: &str, outs: usize, ins: usize| {
-            let values = file.tensor(name, &[ins, outs])?;
-            let rows = Array2::from_shape_vec((outs, ins), values);
-            rows.map_err(|_| GgufError::Missing { what: "tensor", name: name.to_owned() })
+            file.tensor(name, &[ins, outs]).map(|rows| transposed(&rows, outs, ins))
         };
         let layer = |at: usize| -> Result<Layer, GgufError> {
             let name = |part: &str| format!("blk.{at}.{part}.weight");
@@ -208,7 +206,7 @@ impl Weights {
         let mut matrix = |outs: usize, ins: usize| {
             // Keeps values as large as they come in.
             let values = random.values(outs * ins, (3.0 / ins as f32).sqrt());
-            Array2::from_shape_vec((outs, ins), values).unwrap_or_default()
+            Array2::from_shape_vec((ins, outs), values).expect("as many as were asked for")
         };
         let (hidden, feed_forward) = (shape.hidden, shape.feed_forward);
         let (q, kv) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
@@ -249,6 +247,23 @@ impl Weights {
     pub(crate) fn output(&self) -> &Array2<f32> {
         self.output.as_ref().unwrap_or(&self.embedding)
     }
+}
+
+/// A matrix whose columns are these rows. In tiles, because a stride through memory for each value
+/// would take seconds.
+fn transposed(rows: &[f32], outs: usize, ins: usize) -> Array2<f32> {
+    const TILE: usize = 32;
+    let rows = ArrayView2::from_shape((outs, ins), rows).expect("a tensor has its shape");
+    let mut out = Array2::zeros((ins, outs));
+    for (rows, mut columns) in
+        rows.axis_chunks_iter(Axis(0), TILE).zip(out.axis_chunks_iter_mut(Axis(1), TILE))
+    {
+        let parts = columns.axis_chunks_iter_mut(Axis(0), TILE);
+        for (part, mut out) in rows.axis_chunks_iter(Axis(1), TILE).zip(parts) {
+            out.assign(&part.t());
+        }
+    }
+    out
 }
 
 /// Seeded numbers (splitmix64).
