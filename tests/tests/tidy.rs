@@ -35,13 +35,15 @@ const CRATES: [(&str, &str, u32); 8] = [
     ("kvtide-bench", "bench", 5),
 ];
 
-/// The four homes of `unsafe`, as beginnings of paths, and the fake driver, which is a C library.
-const UNSAFE_HOMES: [&str; 5] = [
+/// The four homes of `unsafe`, as beginnings of paths, and two that speak C: the fake driver, and
+/// the module that makes llama.cpp safe, which is no part of the workspace.
+const UNSAFE_HOMES: [&str; 6] = [
     "kernels/",
     "tiers/src/io/ring",
     "tiers/src/io/buffer",
     "tiers/src/tier/device",
     "tests/fakecuda/",
+    "client/engines/llama-cpp/src/llama.rs",
 ];
 
 /// A Rust file: its text, and its code with comments, strings and characters blanked.
@@ -353,7 +355,7 @@ fn unsafe_stands_only_in_its_homes_and_says_why_it_is_sound() {
                 continue;
             }
             if !home {
-                findings.add("unsafe", &source.path, at + 1, "unsafe outside of its four homes");
+                findings.add("unsafe", &source.path, at + 1, "unsafe outside of its homes");
             }
             let from = at.saturating_sub(SAFETY_LINES_MAX);
             let said = text[from..=at]
