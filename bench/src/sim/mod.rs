@@ -183,7 +183,6 @@ pub fn optimum(trace: &Path, blocks: usize) -> anyhow::Result<u64> {
 pub fn simulate(args: &SimArgs) -> anyhow::Result<SimResult> {
     let total = TraceReader::count(&args.trace)?.min(args.requests.unwrap_or(u64::MAX));
     let mut reader = TraceReader::open(&args.trace)?;
-    let future = Future::read(args)?;
     let mut core = match args.capacity_blocks {
         Some(blocks) => Core::one_tier(&args.policy, blocks, args.weigh_cost)?,
         None => {
@@ -197,6 +196,7 @@ pub fn simulate(args: &SimArgs) -> anyhow::Result<SimResult> {
             Core::tiers(&args.policy, &sizes)?
         }
     };
+    let future = Future::read(args)?;
     core.block_tokens = future.block_tokens;
     let progress = Progress::new(total);
     let started = Instant::now();

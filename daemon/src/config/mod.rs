@@ -63,7 +63,7 @@ pub struct HostSettings {
     pub slab_bytes: Option<u32>,
     /// Whether it outlives the daemon. Default: where that costs no speed.
     pub keep: HostKeep,
-    /// Which blocks leave first. Default: by predicted reuse.
+    /// Which blocks leave first. Default: least recently used.
     pub policy: PolicyChoice,
 }
 

@@ -38,7 +38,7 @@ pub struct NodeConfig {
     pub host: HostConfig,
     /// GPUs, if there are any.
     pub devices: Vec<DeviceConfig>,
-    /// Which copy leaves the pool of a GPU first. Default: predicted reuse.
+    /// Which copy leaves the pool of a GPU first. Default: least recently used.
     pub device_policy: PolicyChoice,
     /// Whether predicted reuse is weighted by what computing a block again would take. Default:
     /// false.
@@ -107,7 +107,7 @@ pub struct HostConfig {
     pub always_shared: bool,
     /// The arena of the daemon before. Default: none.
     pub handed_over: Option<Arc<ArenaFiles>>,
-    /// Which copy leaves first. Default: predicted reuse.
+    /// Which copy leaves first. Default: least recently used.
     pub policy: PolicyChoice,
 }
 

@@ -100,7 +100,7 @@ fn unknown_keys_get_a_suggestion_and_a_line() {
         "3: unknown key `host.slab_byte`; did you mean `slab_bytes`?"
     );
     let far = only("[host]\n\n\nzzz = 5\n");
-    assert_eq!(far, "4: unknown key `host.zzz`; allowed here: bytes, slab_bytes, keep");
+    assert_eq!(far, "4: unknown key `host.zzz`; allowed here: bytes, slab_bytes, keep, policy");
     assert!(only("[hots]\n").contains("1: unknown key `hots`; did you mean `host`?"));
 }
 

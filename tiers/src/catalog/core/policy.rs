@@ -75,11 +75,11 @@ const SCAN_MAX: usize = 4096;
 /// The policies, as configurations name them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum PolicyChoice {
-    /// [`Pre`].
-    #[default]
-    Pre,
     /// [`Lru`].
+    #[default]
     Lru,
+    /// [`Pre`].
+    Pre,
     /// [`Arc`].
     Arc,
     /// [`Fifo`].
@@ -91,8 +91,8 @@ pub enum PolicyChoice {
 impl PolicyChoice {
     /// All of them, the default first.
     pub const ALL: [PolicyChoice; 5] = [
-        PolicyChoice::Pre,
         PolicyChoice::Lru,
+        PolicyChoice::Pre,
         PolicyChoice::Arc,
         PolicyChoice::Fifo,
         PolicyChoice::Sieve,
