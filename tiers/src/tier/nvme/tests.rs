@@ -440,7 +440,10 @@ fn descriptors_are_erased_in_open_and_sealed_segments() {
             other => panic!("{other:?}"),
         }
     }
-    assert_eq!(order, [(9, 5), (1, 5), (1, 6), (1, 5), (1, 20), (2, 999), (1, 7)]);
+    // What comes while its page is under way goes with the next pass over it, so the order within a
+    // life depends on when the worker looked.
+    order[1..5].sort_unstable();
+    assert_eq!(order, [(9, 5), (1, 5), (1, 5), (1, 6), (1, 20), (2, 999), (1, 7)]);
     rig.write(0, 2, 0).unwrap();
     let (_, image) = rig.stop();
     assert_eq!(check_payloads(&image.bytes()), 1);
