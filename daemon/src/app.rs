@@ -89,16 +89,15 @@ impl App {
     /// A store that is in use, damaged, newer, or cannot be written; no memory.
     pub fn start(mut config: Config) -> Result<(Arc<App>, Node), AppError> {
         let folder = Arc::new(StoreFolder::open(&config.store)?);
-        let files = kept::take();
-        let found = files.as_ref().and_then(|files| files.arena_bytes());
+        let taken = kept::take();
+        let found = taken.files.as_ref().and_then(|files| files.arena_bytes());
         if let Some(bytes) = found.filter(|_| !config.host.bytes_chosen) {
             // Memory that is kept is no longer available, so the default would have shrunk.
             config.host.bytes = bytes;
         }
-        let handed_over = files.is_some();
-        let node_config = node_config(&config, &folder, files);
+        let node_config = node_config(&config, &folder, taken.files.clone());
         let node = Node::start(node_config, |id| folder.generation(id))?;
-        kept::keep(&node, handed_over);
+        kept::keep(&node, &taken);
         let handle = node.handle();
         let mut notes = config.notes.clone();
         notes.extend(start_notes(&handle.report()));

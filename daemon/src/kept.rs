@@ -14,19 +14,30 @@ use sd_notify::NotifyState;
 const NAMES: [&str; 2] = ["kvtide-arena", "kvtide-table"];
 
 /// What the service manager kept of the daemon before.
-pub(crate) fn take() -> Option<Arc<ArenaFiles>> {
+#[derive(Default)]
+pub(crate) struct Taken {
+    /// Both files, if both are there.
+    pub(crate) files: Option<Arc<ArenaFiles>>,
+    /// Whether it keeps anything under these names.
+    any: bool,
+}
+
+/// Takes what the service manager kept.
+pub(crate) fn take() -> Taken {
     let passed: Vec<_> = match sd_notify::listen_fds_with_names() {
         Ok(passed) => passed.collect(),
         Err(error) => {
             tracing::warn!(%error, "cannot read what the service manager passes (LISTEN_FDS)");
-            return None;
+            return Taken::default();
         }
     };
+    let any = passed.iter().any(|(_, found)| NAMES.contains(&&**found));
     let [memory, table] = NAMES.map(|name| {
         let (fd, _) = passed.iter().find(|(_, found)| found == name)?;
         open(*fd)
     });
-    Some(Arc::new(ArenaFiles { memory: memory?, table: table? }))
+    let files = memory.zip(table).map(|(memory, table)| Arc::new(ArenaFiles { memory, table }));
+    Taken { files, any }
 }
 
 /// Another descriptor of a file that was passed, which this process owns.
@@ -37,13 +48,13 @@ fn open(fd: i32) -> Option<OwnedFd> {
 }
 
 /// Gives the arena's memory to the service manager, unless it has it already.
-pub(crate) fn keep(node: &Node, handed_over: bool) {
+pub(crate) fn keep(node: &Node, taken: &Taken) {
     let handle = node.handle();
-    let adopted = handed_over && handle.report().kept.refused.is_none();
+    let adopted = taken.files.is_some() && handle.report().kept.refused.is_none();
     if adopted || std::env::var_os("NOTIFY_SOCKET").is_none() {
         return;
     }
-    if handed_over {
+    if taken.any {
         for name in NAMES {
             let old = [NotifyState::FdStoreRemove, NotifyState::FdName(name)];
             if let Err(error) = sd_notify::notify(&old) {

@@ -85,6 +85,12 @@ impl ServiceManager {
         self.kept().files.clear();
     }
 
+    /// Lets one of them go.
+    pub fn lose(&self, name: &str) {
+        self.receive();
+        self.kept().files.retain(|(each, _)| each != name);
+    }
+
     /// The command, given what is kept as descriptors 3 and following. A shell opens them, because
     /// the process itself has to be the one that `LISTEN_PID` names.
     pub(crate) fn pass_to(&self, command: &Command) -> Command {

@@ -112,6 +112,23 @@ fn another_size_starts_empty_says_so_and_is_kept_instead() {
 }
 
 #[test]
+fn one_of_the_two_files_alone_is_let_go_and_both_are_kept_anew() {
+    for lost in NAMES {
+        let (manager, setup) = managed();
+        let mut daemon = setup.start();
+        let (pool, keys) = pool(&daemon);
+        store_all(&pool, &keys);
+        assert!(daemon.stop_gracefully().success());
+        manager.lose(lost);
+        daemon.restart();
+        wait_back(&pool);
+        assert_eq!(hits(&pool, &keys), [0, keys.len()]);
+        assert_eq!(manager.names(), NAMES, "without {lost}");
+        daemon.assert_healthy();
+    }
+}
+
+#[test]
 fn a_forgotten_conversation_does_not_come_back() {
     let (_manager, setup) = managed();
     let mut daemon = setup.start();

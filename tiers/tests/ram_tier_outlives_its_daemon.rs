@@ -5,6 +5,7 @@
 
 mod node_support;
 
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -44,6 +45,12 @@ fn left_behind(config: NodeConfig, drained: bool) -> Arc<ArenaFiles> {
     drop(client);
     node.stop();
     files
+}
+
+/// What the memory takes of the machine's, in units of 512 bytes.
+fn pages_taken(files: &ArenaFiles) -> u64 {
+    let memory = files.memory.try_clone().expect("can be cloned");
+    std::fs::File::from(memory).metadata().expect("it is a file").blocks()
 }
 
 fn next(folder: &Path, files: &Arc<ArenaFiles>) -> Node {
@@ -232,7 +239,9 @@ fn memory_of_another_size_version_or_origin_is_refused_and_said() {
     let mut larger = shared(folder.path());
     larger.host.bytes = 12 << 20;
     larger.host.handed_over = Some(Arc::clone(&kept));
+    assert!(pages_taken(&kept) > 0);
     let node = start(larger);
+    assert_eq!(pages_taken(&kept), 0, "memory that is not taken over is given back");
     let report = node.handle().report();
     let why = report.kept.refused.expect("another size");
     assert!(why.contains("8388608 bytes") && why.contains("12582912"), "{why}");
@@ -247,7 +256,9 @@ fn memory_of_another_size_version_or_origin_is_refused_and_said() {
 
     // Two files that are something else: swapped, and a file that can be cut short.
     let clone = |fd: &std::os::fd::OwnedFd| fd.try_clone().expect("can be cloned");
+    let kept = left_behind(shared(folder.path()), false);
     let swapped = ArenaFiles { memory: clone(&kept.table), table: clone(&kept.memory) };
+    let kept = left_behind(shared(folder.path()), false);
     let file = tempfile::tempfile().expect("a file");
     file.set_len(64 << 20).expect("a file");
     let unsealed = ArenaFiles { memory: file.into(), table: clone(&kept.table) };

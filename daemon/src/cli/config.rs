@@ -106,6 +106,7 @@ fn settings(config: &Config) -> Vec<Setting> {
     }
     let keep = if config.host.keep == HostKeep::Always { "always" } else { "auto" };
     list.text("host.keep", keep);
+    list.text("host.policy", config.host.policy.name());
     list.text("nvme.folder", config.store.display());
     list.flag("nvme.enabled", config.nvme.is_some());
     if let Some(nvme) = &config.nvme {
@@ -124,9 +125,14 @@ fn settings(config: &Config) -> Vec<Setting> {
                 NvmeIo::Blocking => "blocking",
             },
         );
+        match nvme.write_bytes_per_day {
+            Some(bytes) => list.bytes("nvme.write_bytes_per_day", bytes),
+            None => list.text("nvme.write_bytes_per_day", "no limit"),
+        }
     }
     list.text("device.enabled", config.device.enabled.name());
     list.bytes("device.pool_bytes", config.device.pool_bytes);
+    list.text("device.policy", config.device.policy.name());
     let gpus: Vec<String> = config.device.gpus.iter().map(|gpu| gpu.to_string()).collect();
     list.text("device.gpus", if gpus.is_empty() { "all".to_owned() } else { gpus.join(", ") });
     for tenant in &config.tenants.list {

@@ -34,6 +34,9 @@ pub(super) fn open_arena(config: &mut HostConfig) -> Result<(Arc<Arena>, Kept), 
             Err(error) => {
                 tracing::warn!(%error, "the memory of the daemon before is not taken over");
                 kept.refused = Some(error.to_string());
+                if let Err(error) = files.release() {
+                    tracing::warn!(%error, "the memory of the daemon before cannot be given back");
+                }
             }
         }
     }

@@ -76,7 +76,7 @@ impl Catalog {
     /// Writes what a descriptor says of a block that had no copy into its entry.
     pub(super) fn learn(&mut self, index: u32, new: &NewBlock, found: &Descriptor) {
         self.table.learn_parent(index, new);
-        let short = self.reuse.is_wanted() && self.reuse.note_tokens(new.namespace, new.tokens);
+        let short = self.reuse.note_tokens(new.namespace, new.tokens);
         self.table.get_mut(index).set_short(short);
         let block = self.table.get_mut(index);
         block.raw_bytes = found.raw_bytes;

@@ -10,7 +10,6 @@
 //! nothing here decides whether a block is found, only what leaves first.
 
 use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, Hasher};
 
 use super::request::{Conversation, Hints, Priority};
 use super::survival::{CLASSES, FINISHED, OPEN, SHORT, SOON, Survival, UNKNOWN};
@@ -81,26 +80,6 @@ struct Marker {
     waiting: bool,
 }
 
-/// Passes numbers through that are spread already.
-#[derive(Default)]
-struct Spread(u64);
-
-impl Hasher for Spread {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        for byte in bytes {
-            self.0 = self.0.rotate_left(8) ^ u64::from(*byte);
-        }
-    }
-
-    fn write_u64(&mut self, number: u64) {
-        self.0 = number;
-    }
-}
-
 /// Stands for a block in markers and ghosts. Two blocks with the same number do no more harm than
 /// a wrong guess.
 pub(crate) fn short_key(namespace: NamespaceId, key: &BlockKey) -> u64 {
@@ -127,7 +106,8 @@ pub(crate) struct Reuse {
     count: u64,
     markers: Vec<Marker>,
     next_marker: usize,
-    index: HashMap<u64, u32, BuildHasherDefault<Spread>>,
+    /// Hashed with a secret, because clients choose keys; behind the filter that costs little.
+    index: HashMap<u64, u32>,
     filter: Vec<u16>,
     coming: Vec<(u64, RequestId)>,
     block_tokens: HashMap<NamespaceId, u32>,
@@ -144,7 +124,7 @@ impl Reuse {
             count: 0,
             markers: Vec::new(),
             next_marker: 0,
-            index: HashMap::default(),
+            index: HashMap::new(),
             filter: if wanted { vec![0; FILTER] } else { Vec::new() },
             coming: if wanted { vec![(0, RequestId(0)); COMING] } else { Vec::new() },
             block_tokens: HashMap::new(),
@@ -288,8 +268,8 @@ impl Reuse {
     /// A block has so many tokens. Says whether others of the namespace have more: then it is the
     /// last one of a path, which nothing will follow.
     pub(crate) fn note_tokens(&mut self, namespace: NamespaceId, tokens: u32) -> bool {
-        if self.block_tokens.len() >= NAMESPACES_MAX && !self.block_tokens.contains_key(&namespace)
-        {
+        let full = self.block_tokens.len() >= NAMESPACES_MAX;
+        if !self.wanted || (full && !self.block_tokens.contains_key(&namespace)) {
             return false;
         }
         let most = self.block_tokens.entry(namespace).or_insert(tokens);

@@ -201,7 +201,7 @@ impl Catalog {
         let now_s = self.wall_s();
         self.tick += 1;
         let (now, tick) = (self.now, self.tick);
-        let short = self.reuse.is_wanted() && self.reuse.note_tokens(new.namespace, new.tokens);
+        let short = self.reuse.note_tokens(new.namespace, new.tokens);
         let block = self.table.get_mut(index);
         block.use_at(now, tick);
         if block.pins > 0 && block.raw_bytes != new.raw_bytes {

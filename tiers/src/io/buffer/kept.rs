@@ -10,7 +10,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 
-use rustix::fs::SealFlags;
+use rustix::fs::{FallocateFlags, SealFlags};
 use twox_hash::XxHash3_64;
 
 use super::mapping::Mapping;
@@ -120,6 +120,18 @@ impl ArenaFiles {
         let bytes = self.head().ok()?.bytes;
         let length = rustix::fs::fstat(&self.memory).ok()?.st_size;
         u64::try_from(length).is_ok_and(|length| bytes <= length).then_some(bytes)
+    }
+
+    /// Gives the memory back to the operating system, whoever else holds the file: it would
+    /// otherwise stay taken for as long as any descriptor of it is open.
+    ///
+    /// # Errors
+    /// The file is not a memfd, whose contents are nobody's business here, or cannot be emptied.
+    pub fn release(&self) -> io::Result<()> {
+        rustix::fs::fcntl_get_seals(&self.memory)?;
+        let length = u64::try_from(rustix::fs::fstat(&self.memory)?.st_size).unwrap_or(0);
+        let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        Ok(rustix::fs::fallocate(&self.memory, hole, 0, length)?)
     }
 
     fn head(&self) -> io::Result<Head> {
