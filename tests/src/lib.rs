@@ -6,6 +6,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod booted;
 pub mod churn;
 mod daemon;
 mod engine;

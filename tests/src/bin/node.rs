@@ -1,5 +1,5 @@
 //! The program that the tests run: the daemon, its inspector, an engine with a GPU, one with a
-//! model, or a client that is going to be killed.
+//! model, a client that is going to be killed, or one on a machine that systemd booted.
 
 #![forbid(unsafe_code)]
 
@@ -16,6 +16,7 @@ fn main() -> ExitCode {
         Some("__inspector") => kvtide_daemon::cli::run(args.collect()),
         Some("__client") => kvtide_tests::churn::run(args),
         Some("__engine") => kvtide_tests::gpu::run(args),
+        Some("__booted") => kvtide_tests::booted::run(),
         Some("__small-engine") => smallengine::process::run(args),
         _ => {
             eprintln!("the first argument says which program; this is one of the tests");
