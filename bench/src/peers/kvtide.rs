@@ -236,10 +236,15 @@ impl Hand for KvtideHand {
         self.done()?;
         let keys: Vec<BlockKey> = chain.iter().map(|block| block.key).collect();
         let lookup = self.client.try_lookup(&[(&self.namespace, &keys)], WAIT * 3)?;
+        let mut found = 0;
         if let Lookup::Hit(Hit { blocks, lease: Some(lease), .. }) = lookup {
             let first = chain.first().map_or(0, |block| block.place);
+            found = blocks;
             self.found = first + u32::try_from(blocks)?;
             self.lease = Some(lease);
+        }
+        if found < chain.len() {
+            eprintln!("kvtide: {found} of {} blocks are found that were just stored", chain.len());
         }
         Ok(())
     }

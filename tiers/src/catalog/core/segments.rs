@@ -264,18 +264,24 @@ impl Segments {
 
     /// The segment to reclaim next: the one with the least live bytes if that is a fifth of its
     /// payload or less, otherwise the oldest. One with pinned blocks only where there is no other.
-    pub(crate) fn victim(&self) -> Option<u32> {
+    ///
+    /// Also whether it is out of turn, because an older one stays. What can be reached in it is then
+    /// worth more than what is in that one, and has to be written again: where there is no `room`
+    /// for that, only a segment in which nothing can be reached is taken out of turn.
+    pub(crate) fn victim(&self, room: bool) -> Option<(u32, bool)> {
         let usable =
             |segment: &Segment| segment.state == SegmentState::Sealed && segment.writers == 0;
-        let fifth = u64::from(self.geometry.payload_bytes()) / 5;
+        let few = if room { u64::from(self.geometry.payload_bytes()) / 5 } else { 0 };
         let live = |segment: &Segment| segment.live_bytes - segment.orphan_bytes;
         let order = |(_, segment): &(u32, &Segment)| {
-            let dead = live(segment) <= fifth;
+            let dead = live(segment) <= few;
             let rank = if dead { live(segment) } else { segment.sequence };
             (segment.pinned > 0, !dead, rank, segment.sequence)
         };
-        let sealed = (0u32..).zip(&self.segments).filter(|(_, segment)| usable(segment));
-        sealed.min_by_key(order).map(|(victim, _)| victim)
+        let sealed = || (0u32..).zip(&self.segments).filter(|(_, segment)| usable(segment));
+        let (victim, taken) = sealed().min_by_key(order)?;
+        let early = sealed().any(|(_, segment)| segment.sequence < taken.sequence);
+        Some((victim, early && live(taken) <= few))
     }
 
     /// Starts to empty the segment.

@@ -327,7 +327,9 @@ impl Catalog {
     /// Keeps a few clean segments ahead of the writes.
     pub(super) fn pump_reclaim(&mut self) {
         while self.nvme_usable() && self.nvme.as_ref().is_some_and(|n| n.segments.wants_clean()) {
-            let Some(victim) = self.nvme.as_ref().and_then(|nvme| nvme.segments.victim()) else {
+            let room = !self.host.starved;
+            let next = self.nvme.as_ref().and_then(|nvme| nvme.segments.victim(room));
+            let Some((victim, out_of_turn)) = next else {
                 return;
             };
             if !self.worth_reclaiming(victim) {
@@ -336,7 +338,7 @@ impl Catalog {
             if let Some(nvme) = &mut self.nvme {
                 nvme.segments.begin_reclaim(victim);
             }
-            self.reclaim(victim);
+            self.reclaim(victim, out_of_turn);
             self.pump_fetches();
         }
     }
@@ -357,16 +359,20 @@ impl Catalog {
 
     /// Empties a segment. What is in host RAM too becomes dirty there; what was hit since it was
     /// written is read back and written again, up to a part of the segment; the rest is evicted.
-    fn reclaim(&mut self, victim: u32) {
+    /// Out of turn, all that can be reached is written again: it is little, and a chain's root may
+    /// be in it.
+    fn reclaim(&mut self, victim: u32, out_of_turn: bool) {
         let Some(nvme) = &self.nvme else {
             return;
         };
         let payload = u64::from(nvme.segments.payload_bytes_max());
-        let mut budget = payload / 100 * u64::from(nvme.shape.reinsert_percent);
+        let percent = if out_of_turn { 100 } else { nvme.shape.reinsert_percent };
+        let mut budget = payload / 100 * u64::from(percent);
         for index in self.blocks_in(victim) {
             let block = self.table.get(index);
             let bytes = slot_bytes(block);
-            let hit = !block.orphan && block.spot().is_some_and(|spot| spot.hit);
+            let hit = out_of_turn || block.spot().is_some_and(|spot| spot.hit);
+            let hit = hit && !block.orphan;
             match block.host {
                 HostCopy::Filling { source: FillSource::Nvme, .. } => {
                     self.table.get_mut(index).set_reinserted(true);

@@ -2,6 +2,7 @@
 
 mod device;
 mod policy;
+mod reclaim;
 
 use std::collections::{HashMap, VecDeque};
 
