@@ -10,10 +10,10 @@ use anyhow::{Context, bail, ensure};
 use kvtide_tiers::{
     block::{BlockKey, ElementType, NamespaceId, Sum128},
     catalog::{
-        Action, AskId, Catalog, CatalogConfig, CatalogStats, CodecChoice, DeviceShape, Event,
-        GpuId, Hints, LeaseId, Limit, Limits, LoadBlock, LookupReply, NamespaceInfo, NvmeShape,
-        Outcome, PolicyChoice, PrefixQuery, RegionId, Reply, Request, SessionId, StoreBlock,
-        TenantId, Tier, Timestamp, WRITE_BYTES_IN_FLIGHT,
+        Action, ArbiterConfig, AskId, Catalog, CatalogConfig, CatalogStats, CodecChoice,
+        DeviceShape, Event, GpuId, Hints, LeaseId, Limit, Limits, LoadBlock, LookupReply,
+        NamespaceInfo, NvmeShape, Outcome, PolicyChoice, PrefillConfig, PrefixQuery, RegionId,
+        Reply, Request, SessionId, StoreBlock, TenantId, Tier, Timestamp, WRITE_BYTES_IN_FLIGHT,
     },
     movement::{NodeConfig, NvmeConfig},
     segment::{OpenStore, StoreGeometry},
@@ -471,6 +471,8 @@ fn config(policy: &str, host_bytes: u64, slab_bytes: u32) -> anyhow::Result<Cata
         nvme: None,
         // Paths may be longer than what a client may ask at once.
         limits: Limits { keys_per_call: 1 << 20, ..Limits::default() },
+        arbiter: ArbiterConfig::default(),
+        prefill: PrefillConfig::default(),
         copy_threads: 1,
         clean_percent: 25,
         idle_ms: 200,

@@ -2,9 +2,12 @@
 //!
 //! Without the feature `store` only the words of requests and answers are built, for clients.
 
+mod advice;
 #[cfg(feature = "store")]
 mod core;
 mod request;
+
+pub use advice::*;
 
 #[cfg(feature = "store")]
 pub use self::core::*;

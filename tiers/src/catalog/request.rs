@@ -2,6 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::advice::{
+    Advice, GrantId, PrefillAnswer, PrefillAsk, PrefillReport, PrefillStats, TierWorth, Withheld,
+};
 use crate::block::{BlockKey, Codec, NamespaceId};
 
 /// Monotonic time of the caller, microseconds from an arbitrary start.
@@ -227,6 +230,15 @@ pub enum Request {
     Codecs,
     /// Stop admitting, write all dirty blocks down, hottest first; answered when done.
     Drain,
+    /// A prefill was done. Answered with 1 if it was learned from, otherwise 0.
+    ReportPrefill(PrefillReport),
+    /// May a prefill begin?
+    AdmitPrefill(PrefillAsk),
+    /// An admitted prefill ended, or will not be done. Answered with 1 if it was under way.
+    PrefillDone {
+        /// The grant.
+        grant: GrantId,
+    },
 }
 
 /// What to forget.
@@ -282,7 +294,8 @@ pub enum Reply {
         /// How many blocks of the prefix are now pinned, from the root on.
         blocks: u32,
     },
-    /// To `Touch`, `Unpin`, `Release`, `Forget`, `ReportBad`: how many blocks were affected.
+    /// To `Touch`, `Unpin`, `Release`, `Forget`, `ReportBad`: how many blocks were affected; to
+    /// `ReportPrefill` and `PrefillDone`: see there.
     Count(u64),
     /// To `Inspect`.
     Inspect(InspectPage),
@@ -297,6 +310,8 @@ pub enum Reply {
         /// Dirty blocks that could not be written and would be lost.
         blocks_lost: u64,
     },
+    /// To `AdmitPrefill`.
+    Prefill(PrefillAnswer),
     /// A limit is reached; ask again later.
     Busy(Limit),
     /// The request cannot be done, whoever asks and whenever.
@@ -354,6 +369,8 @@ pub struct LookupReply {
     pub blocks: u32,
     /// The run cut by tier; the counts add up to `blocks`.
     pub runs: Vec<Run>,
+    /// What to load of it.
+    pub advice: Advice,
 }
 
 /// Consecutive blocks in the same tier and state.
@@ -628,4 +645,10 @@ pub struct CatalogStats {
     pub write_refused: u64,
     /// Whether the catalog is draining.
     pub draining: bool,
+    /// What each tier is worth, fastest first.
+    pub worth: Vec<TierWorth>,
+    /// Tiers that are not offered, for which namespaces; the first 256.
+    pub withheld: Vec<Withheld>,
+    /// Prefills.
+    pub prefill: PrefillStats,
 }

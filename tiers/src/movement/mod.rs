@@ -20,7 +20,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::block::NamespaceId;
-use crate::catalog::{Limits, PolicyChoice, slab_bytes_for};
+use crate::catalog::{ArbiterConfig, Limits, PolicyChoice, PrefillConfig, slab_bytes_for};
 use crate::io::fault::{FaultConfig, FaultCounts};
 use crate::io::{ArenaFiles, BlockDevice, PageKind, RingChoice, RingReport};
 use crate::segment::{RecoveryReport, StoreGeometry};
@@ -49,6 +49,10 @@ pub struct NodeConfig {
     pub copy_threads: usize,
     /// What clients may hold.
     pub limits: Limits,
+    /// Which tiers are worth it.
+    pub arbiter: ArbiterConfig,
+    /// How much may be computed at a time. Default: not limited.
+    pub prefill: PrefillConfig,
     /// Dirty blocks are written down while less than this part of host RAM is free or clean,
     /// percent. Default: 25.
     pub clean_percent: u32,
@@ -87,6 +91,8 @@ impl NodeConfig {
             nvme: None,
             copy_threads: (cores / 2).clamp(1, 8),
             limits: Limits::default(),
+            arbiter: ArbiterConfig::default(),
+            prefill: PrefillConfig::default(),
             clean_percent: 25,
             idle_ms: 10,
             retire: None,

@@ -327,6 +327,8 @@ fn catalog_config(config: &NodeConfig, bytes: u64, nvme: Option<&OpenedNvme>) ->
             .collect(),
         nvme: nvme.map(|opened| opened.shape.clone()),
         limits: config.limits,
+        arbiter: config.arbiter,
+        prefill: config.prefill.clone(),
         copy_threads: u32::try_from(config.copy_threads).unwrap_or(u32::MAX),
         clean_percent: config.clean_percent,
         idle_ms: config.idle_ms,

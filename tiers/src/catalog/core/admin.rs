@@ -161,6 +161,9 @@ impl Catalog {
                 .as_ref()
                 .map_or(0, |nvme| nvme.admission.as_ref().map_or(0, |admission| admission.refused)),
             draining: self.drain.is_some(),
+            worth: self.arbiter.worth(),
+            withheld: self.arbiter.withheld(self.now),
+            prefill: self.prefill_stats(),
         }
     }
 }

@@ -32,6 +32,8 @@ pub(crate) struct Lease {
     pub(crate) blocks: Vec<BlockRef>,
     /// The same, sorted.
     covered: Vec<BlockRef>,
+    /// Until when the time of its loads has been charged to tiers.
+    pub(crate) charged: Timestamp,
 }
 
 impl Lease {
@@ -83,7 +85,8 @@ impl Clients {
         let mut covered = blocks.clone();
         covered.sort_unstable();
         let tenant = holder.tenant;
-        self.leases.insert(id, Lease { session, tenant, expires, blocks, covered });
+        let charged = Timestamp(0);
+        self.leases.insert(id, Lease { session, tenant, expires, blocks, charged, covered });
         Some(id)
     }
 

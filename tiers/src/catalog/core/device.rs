@@ -294,6 +294,7 @@ impl Catalog {
             return;
         };
         found.offline = Some(reason);
+        self.prefills.ramp(self.now);
         self.actions.push(Action::TierOffline { tier: Tier::Device, gpu: Some(gpu), reason });
         for index in 0..self.table.index_end() {
             let here = |device| match device {

@@ -1,7 +1,9 @@
 //! What the catalog is told and what it decides: a closed set of events and actions.
 
+use super::arbiter::ArbiterConfig;
 use super::codecs::CodecTrial;
 use super::policy::PolicyChoice;
+use super::prefill::PrefillConfig;
 use super::request::{
     AskId, CodecChoice, GpuId, OfflineReason, Outcome, RegionId, Reply, Request, SessionId,
     TenantId, TicketId, Tier,
@@ -467,6 +469,10 @@ pub struct CatalogConfig {
     pub nvme: Option<NvmeShape>,
     /// Limits on what clients may hold.
     pub limits: Limits,
+    /// Which tiers are worth it.
+    pub arbiter: ArbiterConfig,
+    /// How much may be computed at a time. Default: not limited.
+    pub prefill: PrefillConfig,
     /// Threads that copy, check and decode.
     pub copy_threads: u32,
     /// Dirty blocks are written down while less than this part of the arena is free or clean,

@@ -6,6 +6,7 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
+use super::arbiter::Measured;
 use super::event::OpId;
 use super::event::SlotPlace;
 use super::request::{GpuId, LeaseId, Outcome, RegionId, SessionId, TicketId, Tier, Timestamp};
@@ -39,6 +40,8 @@ pub(crate) struct Ticket {
     pub(crate) lease: Option<LeaseId>,
     pub(crate) expires: Timestamp,
     pub(crate) blocks: Vec<Progress>,
+    /// What a load is worth, where that is measured.
+    pub(crate) measured: Option<Box<Measured>>,
     open: usize,
 }
 
@@ -50,7 +53,8 @@ impl Ticket {
         expires: Timestamp,
     ) -> Ticket {
         let waiting = vec![Progress::Waiting; blocks];
-        Ticket { session, kind, region: None, lease: None, expires, blocks: waiting, open: blocks }
+        let (region, lease, measured) = (None, None, None);
+        Ticket { session, kind, region, lease, expires, blocks: waiting, measured, open: blocks }
     }
 
     /// Records an outcome. Says whether it is the first one for this block.

@@ -39,12 +39,14 @@ impl Catalog {
             Ok(bytes) => bytes,
             Err(refusal) => return Reply::Refused(refusal),
         };
+        let measured = self.measure(namespace, blocks.iter().map(|block| block.key));
         let ticket = match self.open_ticket(session, TicketKind::Load, blocks.len()) {
             Ok(ticket) => ticket,
             Err(reply) => return reply,
         };
         if let Some(open) = self.flow.tickets.get_mut(&ticket) {
             (open.lease, open.region) = (Some(lease), Some(target.region));
+            open.measured = measured;
         }
         let tenant = self.tenant_of(session);
         for (at, block) in blocks.iter().enumerate() {

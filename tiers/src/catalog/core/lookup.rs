@@ -14,7 +14,7 @@ const BATCH_FIRST: usize = 16;
 
 impl Catalog {
     /// Where a block can be loaded from.
-    fn available(&self, index: u32) -> Option<(Tier, RunState)> {
+    pub(super) fn available(&self, index: u32) -> Option<(Tier, RunState)> {
         let block = self.table.get(index);
         match (block.device, block.host, block.nvme) {
             (DeviceCopy::Resident { .. }, ..) => Some((Tier::Device, RunState::Ready)),
@@ -107,12 +107,15 @@ impl Catalog {
             push_run(&mut reply.runs, tier, state);
             reply.blocks += 1;
         });
+        let known = found.first().map_or(0, Vec::len);
+        let path = found.first().and_then(|run| run.last()).copied();
+        let probe = self.withhold(prefixes, &mut found, &mut reply, lease_ms > 0);
         self.counters.lookup_hits += u64::from(reply.blocks);
-        if lease_ms == 0 {
-            return Reply::Lookup(reply);
-        }
-        if self.config.trace_order {
-            self.begin_request(prefixes, &found, hints);
+        if lease_ms == 0 || self.config.trace_order {
+            self.advise(prefixes, &found, &mut reply, (false, false));
+            if lease_ms > 0 {
+                self.begin_request(prefixes, (known, path), hints);
+            }
             return Reply::Lookup(reply);
         }
         if reply.blocks > 0
@@ -120,7 +123,8 @@ impl Catalog {
         {
             return busy;
         }
-        let request = self.begin_request(prefixes, &found, hints);
+        self.advise(prefixes, &found, &mut reply, (true, probe));
+        let request = self.begin_request(prefixes, (known, path), hints);
         if reply.blocks > 0 {
             self.grant_lease(session, &found, request, lease_ms, &mut reply);
         }
@@ -130,20 +134,19 @@ impl Catalog {
         Reply::Lookup(reply)
     }
 
-    /// Tells what learns that a request begins, with the blocks that are there.
+    /// Tells what learns that a request begins: how many blocks are there, and the last of them.
     fn begin_request(
         &mut self,
         prefixes: &[PrefixQuery],
-        found: &[Vec<u32>],
+        (known, last): (usize, Option<u32>),
         hints: &Hints,
     ) -> RequestId {
-        let (Some(prefix), Some(run)) = (prefixes.first(), found.first()) else {
+        let Some(prefix) = prefixes.first() else {
             return RequestId::default();
         };
         let namespace = prefix.namespace;
-        let known = run.len();
-        let last = run.last().filter(|_| known == prefix.keys.len());
-        let cut_short = last.is_some_and(|index| self.table.get(*index).is_short());
+        let last = last.filter(|_| known == prefix.keys.len());
+        let cut_short = last.is_some_and(|index| self.table.get(index).is_short());
         let path = Path { namespace, keys: &prefix.keys, known, cut_short };
         let request = self.reuse.announce(&path, hints, step_of(self.now));
         // The other ranks' blocks are stored for the same request.
@@ -341,7 +344,7 @@ impl Catalog {
 }
 
 /// Shortens the answer to the first `blocks` blocks.
-fn cut_runs(reply: &mut LookupReply, blocks: u32) {
+pub(super) fn cut_runs(reply: &mut LookupReply, blocks: u32) {
     let mut left = blocks;
     for run in &mut reply.runs {
         run.blocks = run.blocks.min(left);

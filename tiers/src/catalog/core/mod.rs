@@ -10,6 +10,7 @@
 mod admin;
 mod admission;
 mod adopt;
+mod arbiter;
 mod clients;
 mod codecs;
 mod copies;
@@ -19,9 +20,11 @@ mod erase;
 mod event;
 mod flow;
 mod index;
+mod line;
 mod load;
 mod lookup;
 mod policy;
+mod prefill;
 mod reuse;
 mod segments;
 mod slot_tier;
@@ -36,23 +39,28 @@ mod tests;
 use std::collections::{HashMap, HashSet, VecDeque};
 
 pub use adopt::AdoptedSlab;
+pub use arbiter::ArbiterConfig;
 pub use codecs::CodecTrial;
 pub use event::{
     Action, CatalogConfig, DeviceShape, Event, Limits, NamespaceInfo, NvmeShape, OpError, OpId,
     SlotPlace, WRITE_BYTES_IN_FLIGHT, slab_bytes_for,
 };
 pub use policy::{About, Arc, Fifo, Lru, Outlook, Policy, PolicyChoice, Pre, QUEUES, Sieve, Use};
+pub use prefill::PrefillConfig;
 pub use slots::SlotId;
 
+use super::advice;
 use super::request;
 use super::request::*;
 use crate::block::{BlockKey, NamespaceId};
+use arbiter::Arbiter;
 use clients::{Clients, RegionShape, Session};
 use codecs::NamespaceCodec;
 use copies::{HostTier, NvmeTier};
 use device::DeviceTier;
 use erase::Erasures;
 use flow::{Flow, Op, Part, Target, Ticket, TicketKind};
+use prefill::Prefills;
 use reuse::Reuse;
 use store::Stored;
 use table::BlockTable;
@@ -77,6 +85,8 @@ pub struct Catalog {
     flow: Flow,
     bad: BadKeys,
     reuse: Reuse,
+    arbiter: Arbiter,
+    prefills: Prefills,
     erasures: Erasures,
     counters: Counters,
     drain: Option<Drain>,
@@ -128,6 +138,8 @@ impl Catalog {
         let learns = on_gpu || rationed || config.host_policy.learns();
         Catalog {
             table: BlockTable::new(config.hash_seed),
+            arbiter: Arbiter::new(config.arbiter),
+            prefills: Prefills::new(config.prefill.clone()),
             config,
             now: Timestamp(0),
             tick: 0,
@@ -243,6 +255,11 @@ impl Catalog {
                 drain.asks.push(ask);
                 return;
             }
+            Request::ReportPrefill(report) => self.report_prefill(session, &report),
+            Request::AdmitPrefill(wanted) => self.admit_prefill(session, &wanted),
+            Request::PrefillDone { grant } => {
+                Reply::Count(u64::from(self.prefills.done(self.now, session, grant)))
+            }
         };
         self.actions.push(Action::Answer { ask, reply });
     }
@@ -251,6 +268,7 @@ impl Catalog {
         let holder =
             Session { tenant, regions: HashSet::new(), leases: HashSet::new(), tickets: 0 };
         self.clients.sessions.insert(session, holder);
+        self.prefills.begin(self.now);
     }
 
     fn close_session(&mut self, session: SessionId) {
@@ -270,6 +288,7 @@ impl Catalog {
             self.cut_ticket(id, MissReason::Gone);
         }
         self.clients.sessions.remove(&session);
+        self.prefills.close_session(self.now, session);
     }
 
     fn close_region(&mut self, session: SessionId, region: RegionId) {
@@ -288,6 +307,7 @@ impl Catalog {
 
     fn expire(&mut self) {
         self.refill_trickle();
+        self.prefills.expire(self.now);
         while let Some(lease) = self.clients.expired_lease(self.now) {
             self.end_lease(lease);
         }
@@ -361,6 +381,9 @@ impl Catalog {
         if !ticket.finish(part.at, outcome) {
             return;
         }
+        if let Some(measured) = &mut ticket.measured {
+            measured.note(self.now, part.at, outcome);
+        }
         self.flow.blocks_open -= 1;
         self.counters.count(outcome);
         if let Outcome::Loaded(tier) = outcome {
@@ -379,6 +402,9 @@ impl Catalog {
             return;
         }
         if let Some(ticket) = self.flow.tickets.remove(&id) {
+            if let Some(measured) = &ticket.measured {
+                self.judge_load(measured, ticket.lease);
+            }
             if let Some(holder) = self.clients.sessions.get_mut(&ticket.session) {
                 holder.tickets -= 1;
             }

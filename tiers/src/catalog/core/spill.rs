@@ -310,6 +310,7 @@ impl Catalog {
             return;
         }
         nvme.offline = Some(reason);
+        self.prefills.ramp(self.now);
         self.actions.push(Action::TierOffline { tier: Tier::Nvme, gpu: None, reason });
         for segment in 0..self.nvme.as_ref().map_or(0, |nvme| nvme.segments.count()) {
             for index in self.blocks_in(segment) {

@@ -1,7 +1,9 @@
 //! The catalog against a small edge that carries actions out late, out of order, and with faults.
 
+mod arbiter;
 mod device;
 mod policy;
+mod prefill;
 mod reclaim;
 
 use std::collections::{HashMap, VecDeque};
@@ -39,6 +41,8 @@ fn config(host_blocks: u64, nvme: bool) -> CatalogConfig {
             write_bytes_per_day: None,
         }),
         limits: Limits::default(),
+        arbiter: ArbiterConfig::default(),
+        prefill: PrefillConfig::default(),
         copy_threads: 1,
         clean_percent: 25,
         idle_ms: 0,
