@@ -11,7 +11,7 @@ use kvtide_tiers::block::{BlockKey, NamespaceId, RegionLayout};
 use kvtide_tiers::catalog::{InspectPage, LoadBlock, Outcome, PinId, StoreBlock};
 use kvtide_tiers::io::SharedMemory;
 
-use crate::client::{self, ForgetWhat, Inspect, LoadedPrefix};
+use crate::client::{self, Admission, ForgetWhat, Grant, Inspect, LoadedPrefix, Prefill};
 use crate::config::ClientConfig;
 use crate::connection::ClientCounters;
 use crate::error::ClientError;
@@ -110,6 +110,18 @@ impl Client {
         self.runtime.run(self.inner.register_gpu_region(export, layout, keep))
     }
 
+    /// See [`crate::Client::report_prefill`].
+    pub fn report_prefill(
+        &self,
+        namespace: &NamespaceHandle,
+        tokens: u32,
+        context: u32,
+        took: Duration,
+        grant: Option<Grant>,
+    ) {
+        self.runtime.run(self.inner.report_prefill(namespace, tokens, context, took, grant));
+    }
+
     forward! {
         /// See [`crate::Client::version`].
         fn version() -> Result<VersionInfo, ClientError>;
@@ -151,6 +163,10 @@ impl Client {
         /// See [`crate::Client::store_prefix`].
         fn store_prefix(namespace: &NamespaceHandle, conversation: u64, region: &impl AsRegion,
             keys: &[BlockKey], places: &[u32], timeout: Duration) -> Vec<Outcome>;
+        /// See [`crate::Client::admit_prefill`].
+        fn admit_prefill(wanted: &Prefill<'_>) -> Admission;
+        /// See [`crate::Client::prefill_done`].
+        fn prefill_done(grant: Grant) -> Result<(), ClientError>;
         /// See [`crate::Client::pin`].
         fn pin(namespace: NamespaceId, keys: &[BlockKey], ttl: Duration)
             -> Result<Pinned, ClientError>;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use kvtide_tiers::block::{BlockKey, NamespaceId, RegionLayout};
 use kvtide_tiers::catalog::{
-    InspectPage, LoadBlock, MissReason, Outcome, PinId, StoreBlock, TicketId,
+    Advice, InspectPage, LoadBlock, MissReason, Outcome, PinId, StoreBlock, TicketId,
 };
 use kvtide_tiers::io::SharedMemory;
 use serde_bytes::ByteBuf;
@@ -31,6 +31,10 @@ use crate::protocol::{
     WireStore, pack_keys,
 };
 use crate::region::{AsRegion, RegionHandle, RegionInner, RegionRef};
+
+mod prefill;
+
+pub use prefill::{Admission, Grant, Prefill};
 
 /// Pause before a busy daemon is asked again for the end of tickets.
 const BUSY_PAUSE: Duration = Duration::from_millis(10);
@@ -87,8 +91,10 @@ pub struct Inspect {
 pub struct LoadedPrefix {
     /// Blocks from the root on that are in the region now, verified.
     pub blocks: usize,
-    /// One outcome per block that the lookup had found.
+    /// One outcome per block that was to be loaded.
     pub outcomes: Vec<Outcome>,
+    /// What the lookup advised, which was followed.
+    pub advice: Advice,
     /// Loads that had not ended in time. Their places may still be written to; wait for them, or
     /// drop them and leave the places alone ([`RegionHandle::places_in_doubt`]).
     pub late: Vec<Ticket>,
@@ -343,7 +349,7 @@ impl Client {
             return Ok(Lookup::Miss);
         }
         let blocks = usize::try_from(reply.blocks).unwrap_or(usize::MAX);
-        Ok(Lookup::Hit(Hit { blocks, runs: reply.runs, lease }))
+        Ok(Lookup::Hit(Hit { blocks, runs: reply.runs, advice: reply.advice, lease }))
     }
 
     /// Copies blocks into a region, waiting up to `wait` for the end (zero: not at all).
@@ -606,7 +612,8 @@ impl Client {
         .await
     }
 
-    /// Looks up a prefix and loads what is there: block `i` into `places[i]`. At most `timeout`.
+    /// Looks up a prefix and loads of it what the daemon advises to load, which is all that is there
+    /// unless computing is faster: block `i` into `places[i]`. At most `timeout`.
     pub async fn load_prefix(
         &self,
         namespace: &NamespaceHandle,
@@ -615,16 +622,21 @@ impl Client {
         places: &[u32],
         timeout: Duration,
     ) -> LoadedPrefix {
-        let mut loaded = LoadedPrefix { blocks: 0, outcomes: Vec::new(), late: Vec::new() };
+        let advice = Advice::default();
+        let mut loaded = LoadedPrefix { blocks: 0, outcomes: Vec::new(), advice, late: Vec::new() };
         let timeout = timeout.min(crate::protocol::DEADLINE_MAX);
         let until = Instant::now() + timeout;
         let keys = keys.get(..places.len()).unwrap_or(keys);
         let found = self.lookup(&[(namespace, keys)], timeout.saturating_add(self.limit())).await;
-        let Lookup::Hit(Hit { blocks, lease: Some(lease), .. }) = found else { return loaded };
+        let Lookup::Hit(Hit { advice, lease: Some(lease), .. }) = found else { return loaded };
+        loaded.advice = advice;
+        if advice.load == 0 {
+            return loaded;
+        }
         let blocks: Vec<LoadBlock> = keys
             .iter()
             .zip(places)
-            .take(blocks)
+            .take(usize::try_from(advice.load).unwrap_or(usize::MAX))
             .map(|(key, place)| LoadBlock { key: *key, place: *place })
             .collect();
         let left = until.saturating_duration_since(Instant::now());

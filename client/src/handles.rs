@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use kvtide_tiers::block::{BlockKey, NamespaceId, NamespaceKey};
-use kvtide_tiers::catalog::{LeaseId, MissReason, Outcome, RejectReason, Run, TicketId};
+use kvtide_tiers::catalog::{Advice, LeaseId, MissReason, Outcome, RejectReason, Run, TicketId};
 
 use crate::connection::Shared;
 use crate::doubt::Claim;
@@ -117,6 +117,8 @@ pub struct Hit {
     pub blocks: usize,
     /// The run cut by tier.
     pub runs: Vec<Run>,
+    /// How much of it to load, so that the first token comes soonest.
+    pub advice: Advice,
     /// Keeps the blocks from being evicted; `None` when none was asked for.
     pub lease: Option<Lease>,
 }

@@ -27,7 +27,7 @@ pub mod protocol;
 mod region;
 pub mod transport;
 
-pub use client::{Client, ForgetWhat, Inspect, LoadedPrefix};
+pub use client::{Admission, Client, ForgetWhat, Grant, Inspect, LoadedPrefix, Prefill};
 pub use config::{ClientConfig, default_socket, runtime_folder};
 pub use connection::ClientCounters;
 pub use error::ClientError;
@@ -40,8 +40,8 @@ pub use kvtide_tiers::block::{
     RankScope, RegionLayout, Wide,
 };
 pub use kvtide_tiers::catalog::{
-    CatalogStats, InspectPage, InspectRow, LeaseId, LoadBlock, MissReason, Outcome, PinId,
-    RejectReason, Run, RunState, StoreBlock, Tier, TierUse,
+    Advice, CatalogStats, InspectPage, InspectRow, LeaseId, LoadBlock, MissReason, Outcome, PinId,
+    PrefillStats, RejectReason, Run, RunState, StoreBlock, Tier, TierUse, TierWorth, Withheld,
 };
 pub use kvtide_tiers::io::SharedMemory;
 pub use protocol::{

@@ -14,14 +14,14 @@ use kvtide_tiers::block::{
     BlockKey, GpuRegionSpec, Namespace, NamespaceId, NamespaceKey, RegionLayout,
 };
 use kvtide_tiers::catalog::{
-    CatalogStats, CodecChoice, CodecReport, InspectPage, LeaseId, Limit, LookupReply, Outcome,
-    PinId, Refusal, RegionId, TicketId, Tier,
+    CatalogStats, CodecChoice, CodecReport, GrantId, InspectPage, LeaseId, Limit, LookupReply,
+    Outcome, PinId, PrefillAnswer, PrefillAsk, PrefillReport, Refusal, RegionId, TicketId, Tier,
 };
 use serde::{Deserialize, Serialize};
 use serde_bytes::ByteBuf;
 
 /// The version of hello and messages that this library speaks.
-pub const PROTOCOL_VERSION: u16 = 4;
+pub const PROTOCOL_VERSION: u16 = 5;
 
 /// Bytes of the largest frame that either side accepts.
 pub const FRAME_BYTES_MAX: usize = 4 << 20;
@@ -81,6 +81,12 @@ pub trait Kvtide {
     /// Waits until every load and store of the region that was sent before has ended, whether or
     /// not anybody waits for its ticket; `false` when the time was over first.
     async fn quiesce(region: RegionId, wait_ms: u32) -> Result<bool, CallError>;
+    /// How long a prefill took; its grant ends. Answers whether it was learned from.
+    async fn report_prefill(report: PrefillReport) -> Result<bool, CallError>;
+    /// Whether a prefill may begin.
+    async fn admit_prefill(ask: PrefillAsk) -> Result<PrefillAnswer, CallError>;
+    /// A prefill ended that is not reported; answers whether it was under way.
+    async fn prefill_done(grant: GrantId) -> Result<bool, CallError>;
 }
 
 /// Why a call was not done. A miss is not among them: it is a value.

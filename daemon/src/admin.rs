@@ -11,7 +11,7 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use kvtide_client::protocol::{GpuStatus, ServiceStats, TenantStats};
-use kvtide_tiers::catalog::{CatalogStats, TierUse};
+use kvtide_tiers::catalog::{CatalogStats, TierUse, TierWorth};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, text};
 use prometheus_client::metrics::MetricType;
@@ -206,8 +206,56 @@ impl Snapshot {
         ] {
             out.gauge(name, help, vec![(Vec::new(), value)])?;
         }
-        Ok(())
+        worth(out, stats)
     }
+}
+
+/// What loads are worth, and how much is computed.
+fn worth(out: &mut Families<'_>, stats: &CatalogStats) -> fmt::Result {
+    let tier = |read: fn(&TierWorth) -> u64| -> Vec<(Labels, u64)> {
+        let row = |each: &TierWorth| (vec![("tier", each.tier.name().to_owned())], read(each));
+        stats.worth.iter().map(row).collect()
+    };
+    out.seconds("kvtide_saved_seconds", "Time that loads saved", tier(|t| t.saved_us))?;
+    out.seconds("kvtide_lost_seconds", "Time that loads took more", tier(|t| t.lost_us))?;
+    out.counter("kvtide_judged_loads", "Loads whose worth was measured", tier(|t| t.loads))?;
+    out.counter(
+        "kvtide_advised_against_lookups",
+        "Lookups whose blocks in a tier were better computed",
+        tier(|t| t.advised_against),
+    )?;
+    out.counter(
+        "kvtide_withheld_lookups",
+        "Lookups that ended before blocks of a tier that loses",
+        tier(|t| t.withheld),
+    )?;
+    out.counter("kvtide_probe_lookups", "Lookups that try such a tier", tier(|t| t.probes))?;
+    out.gauge(
+        "kvtide_withheld_namespaces",
+        "Namespaces to which a tier is not offered",
+        tier(|t| t.namespaces_withheld.into()),
+    )?;
+    let prefill = &stats.prefill;
+    for (name, help, value) in [
+        ("kvtide_prefill_reports", "Prefills reported", prefill.reports),
+        ("kvtide_prefills_admitted", "Prefills admitted", prefill.admitted),
+        ("kvtide_prefill_admitted_tokens", "Weighted tokens admitted", prefill.admitted_tokens),
+        ("kvtide_prefill_waits", "Answers to wait for a turn", prefill.told_to_wait),
+        ("kvtide_prefill_coalesced", "Answers to wait for the same prefix", prefill.coalesced),
+        ("kvtide_prefill_degraded", "Answers to keep fewer turns", prefill.degraded),
+        ("kvtide_prefill_queue_full", "Asks without a place in the queue", prefill.queue_full),
+        ("kvtide_prefill_lapsed", "Asks and grants that nobody ended", prefill.lapsed),
+    ] {
+        out.counter(name, help, vec![(Vec::new(), value)])?;
+    }
+    for (name, help, value) in [
+        ("kvtide_prefills_queued", "Prefills that wait", prefill.queued.into()),
+        ("kvtide_prefills", "Prefills under way", prefill.grants.into()),
+        ("kvtide_prefill_tokens", "Their weighted tokens", prefill.tokens_in_flight),
+    ] {
+        out.gauge(name, help, vec![(Vec::new(), value)])?;
+    }
+    Ok(())
 }
 
 impl Collector for Snapshot {
@@ -256,6 +304,16 @@ struct Families<'a> {
 impl Families<'_> {
     fn counter(&mut self, name: &str, help: &str, rows: Vec<(Labels, u64)>) -> fmt::Result {
         self.family(name, help, MetricType::Counter, rows)
+    }
+
+    /// A counter of seconds, from microseconds.
+    fn seconds(&mut self, name: &str, help: &str, rows: Vec<(Labels, u64)>) -> fmt::Result {
+        let kind = MetricType::Counter;
+        let mut family = self.encoder.encode_descriptor(name, help, None, kind)?;
+        for (labels, micros) in rows {
+            ConstCounter::new(micros as f64 / 1e6).encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
     }
 
     fn gauge(&mut self, name: &str, help: &str, rows: Vec<(Labels, u64)>) -> fmt::Result {

@@ -20,7 +20,9 @@ use kvtide_tiers::movement::{
 };
 use tokio::sync::oneshot;
 
-use crate::config::{Caller, Config, HostKeep, NvmeIo, ServiceLimits, Tenants, show_bytes};
+use crate::config::{
+    Caller, Config, FaultSettings, HostKeep, NvmeIo, ServiceLimits, Tenants, show_bytes,
+};
 use crate::counters::ServiceCounters;
 use crate::devices;
 use crate::kept;
@@ -367,7 +369,7 @@ fn node_config(
             NvmeIo::Uring => RingChoice::Uring,
             NvmeIo::Blocking => RingChoice::Blocking,
         },
-        fault: nvme.fault.map(|fault| FaultConfig::uniform(fault.seed, fault.rate)),
+        fault: fault_config(nvme.fault, config.read_delay_file.clone()),
         ..NvmeConfig::new(folder.store_file(), nvme.bytes)
     });
     // One session is the daemon's own.
@@ -385,9 +387,23 @@ fn node_config(
         devices: devices::node_devices(&config.device),
         copy_threads: config.copy_threads,
         limits: Limits { sessions, ..config.limits.catalog },
+        arbiter: config.arbiter,
+        prefill: config.prefill.clone(),
         retire: Some(retire_in(folder)),
         ..NodeConfig::new(config.host.bytes)
     }
+}
+
+/// Faults made on purpose, if any.
+fn fault_config(
+    fault: Option<FaultSettings>,
+    read_delay_file: Option<PathBuf>,
+) -> Option<FaultConfig> {
+    let uniform = fault.map(|fault| FaultConfig::uniform(fault.seed, fault.rate));
+    if read_delay_file.is_none() {
+        return uniform;
+    }
+    Some(FaultConfig { read_delay_file, ..uniform.unwrap_or_default() })
 }
 
 /// How the node voids what it cannot erase.

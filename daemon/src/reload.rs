@@ -78,6 +78,8 @@ fn needs_restart(old: &Config, new: &Config) -> Vec<String> {
         ("nvme.folder", old.store != new.store),
         ("device", old.device != new.device),
         ("tenant or shared or admin.uids", old.tenants != new.tenants),
+        ("arbiter", old.arbiter != new.arbiter),
+        ("prefill or tenant.weight", old.prefill != new.prefill),
         ("admin.metrics", old.metrics != new.metrics),
         ("log.format", old.log.format != new.log.format),
     ];

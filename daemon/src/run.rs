@@ -80,6 +80,12 @@ fn run(config: Config, args: &Args, level: &LogLevel) -> Result<(), AppError> {
             "FAULTS ARE MADE ON PURPOSE on the nvme tier; never use this for anything but tests"
         );
     }
+    if let Some(file) = &config.read_delay_file {
+        tracing::warn!(
+            file = %file.display(),
+            "READS OF THE DRIVE ARE DELAYED ON PURPOSE, as a file says; for tests only"
+        );
+    }
     let ended = runtime.block_on(async {
         // The socket is taken before the store is made or opened: the cheaper refusal first.
         let listener = Listener::bind(&config.socket, config.tenants.configured)?;

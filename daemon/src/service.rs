@@ -12,8 +12,9 @@ use kvtide_client::protocol::{
 };
 use kvtide_tiers::block::{BlockKey, GpuRegionSpec, NamespaceId, RegionLayout};
 use kvtide_tiers::catalog::{
-    CodecReport, Forget, Hints, InspectPage, InspectQuery, LeaseId, LoadBlock, LookupReply, PinId,
-    PrefixQuery, Refusal, RegionId, Reply, Request, StoreBlock, TicketId,
+    CodecReport, Forget, GrantId, Hints, InspectPage, InspectQuery, LeaseId, LoadBlock,
+    LookupReply, PinId, PrefillAnswer, PrefillAsk, PrefillReport, PrefixQuery, Refusal, RegionId,
+    Reply, Request, StoreBlock, TicketId,
 };
 use kvtide_tiers::io::{Region, SharedMemory};
 use tarpc::context::Context;
@@ -23,6 +24,8 @@ use crate::counters::ServiceCounters;
 use crate::gpu;
 use crate::session::{RegionKind, Session};
 use crate::touches::Touch;
+
+mod prefill;
 
 /// Most namespaces whose codec `status` shows.
 const CODECS_MAX: usize = 256;
@@ -462,6 +465,22 @@ impl Kvtide for Service {
     ) -> Result<LookupReply, CallError> {
         self.called("lookup");
         self.done(self.do_lookup(prefixes, lease_ms).await)
+    }
+
+    async fn report_prefill(self, _: Context, report: PrefillReport) -> Result<bool, CallError> {
+        self.called("report_prefill");
+        self.done(self.do_report_prefill(report).await)
+    }
+
+    async fn admit_prefill(self, _: Context, ask: PrefillAsk) -> Result<PrefillAnswer, CallError> {
+        self.called("admit_prefill");
+        self.done(self.do_admit_prefill(ask).await)
+    }
+
+    async fn prefill_done(self, _: Context, grant: GrantId) -> Result<bool, CallError> {
+        self.called("prefill_done");
+        let ended = self.count(Request::PrefillDone { grant }).await;
+        self.done(ended.map(|count| count > 0))
     }
 
     async fn load(

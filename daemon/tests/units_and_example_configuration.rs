@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use kvtide_daemon::config::{Args, Config};
+use kvtide_tiers::catalog::PrefillConfig;
 
 fn systemd() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().join("systemd")
@@ -71,6 +72,13 @@ fn the_defaults_that_the_example_shows_are_the_defaults() {
     assert_eq!(plain.limits, full.limits);
     assert_eq!(plain.drain, full.drain);
     assert_eq!(plain.log, full.log);
+    assert_eq!(plain.arbiter, full.arbiter);
+    // The budget itself has no default; the example shows one.
+    let tokens_per_second = full.prefill.tokens_per_second;
+    let tokens_in_flight = full.prefill.tokens_in_flight;
+    let weights = full.prefill.weights.clone();
+    let budget = PrefillConfig { tokens_per_second, tokens_in_flight, weights, ..plain.prefill };
+    assert_eq!(budget, full.prefill);
     let (plain, full) = (plain.nvme.unwrap(), full.nvme.unwrap());
     assert_eq!(plain.queue_depth, full.queue_depth);
     assert_eq!(plain.block_bytes_min, full.block_bytes_min);

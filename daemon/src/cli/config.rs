@@ -138,7 +138,10 @@ fn settings(config: &Config) -> Vec<Setting> {
     for tenant in &config.tenants.list {
         let (uids, gids) = (&tenant.uids, &tenant.gids);
         let codec = tenant.codec.name();
-        let text = format!("{}: uids {uids:?}, gids {gids:?}, codec {codec}", tenant.name);
+        let weights = &config.prefill.weights;
+        let weight = weights.iter().find(|(id, _)| *id == tenant.id).map_or(1, |(_, w)| *w);
+        let name = &tenant.name;
+        let text = format!("{name}: uids {uids:?}, gids {gids:?}, codec {codec}, weight {weight}");
         list.text("tenant", text);
     }
     for shared in &config.tenants.shared {
@@ -154,6 +157,7 @@ fn settings(config: &Config) -> Vec<Setting> {
     }
     list.text("log.level", config.log.level.to_string().to_lowercase());
     list.text("log.format", format!("{:?}", config.log.format).to_lowercase());
+    list.worth(config);
     list.limits(config);
     list.0
 }
@@ -185,6 +189,33 @@ impl Settings {
     fn millis(&mut self, key: &'static str, value: Duration) {
         let millis = u64::try_from(value.as_millis()).unwrap_or(u64::MAX);
         self.put(key, millis, span(value));
+    }
+
+    fn worth(&mut self, config: &Config) {
+        let (arbiter, prefill) = (&config.arbiter, &config.prefill);
+        self.flag("arbiter.enabled", arbiter.enabled);
+        self.millis("arbiter.window_ms", Duration::from_millis(arbiter.window_ms));
+        self.number("arbiter.loads_min", arbiter.loads_min.into());
+        self.number("arbiter.probe_every", arbiter.probe_every.into());
+        for (key, tokens) in [
+            ("prefill.tokens_per_second", prefill.tokens_per_second),
+            ("prefill.tokens_in_flight", prefill.tokens_in_flight),
+        ] {
+            match tokens {
+                Some(tokens) => self.number(key, tokens),
+                None => self.text(key, "no limit"),
+            }
+        }
+        self.number("prefill.quadratic_tokens", prefill.quadratic_tokens);
+        self.number("prefill.queue", prefill.queue as u64);
+        for (key, ms) in [
+            ("prefill.grant_ms", prefill.grant_ms),
+            ("prefill.ramp_ms", prefill.ramp_ms),
+            ("prefill.degrade_ms", prefill.degrade_ms),
+            ("prefill.store_ms", prefill.store_ms),
+        ] {
+            self.millis(key, Duration::from_millis(ms));
+        }
     }
 
     fn limits(&mut self, config: &Config) {

@@ -16,6 +16,7 @@ mod show;
 mod stats;
 mod status;
 mod table;
+mod worth;
 
 use std::ffi::OsString;
 use std::process::ExitCode;

@@ -10,6 +10,7 @@ use super::error::CliError;
 use super::out::{Out, print};
 use super::remote::Remote;
 use super::table::{Align, Table, pairs};
+use super::worth;
 use crate::units::{bytes, count, percent};
 
 pub(crate) fn run(args: &Stats, remote: &Remote, out: Out) -> Result<(), CliError> {
@@ -40,6 +41,8 @@ fn text(stats: &StatsReply) -> String {
     let mut out = String::new();
     if let Some(catalog) = &stats.catalog {
         out.push_str(&catalog_text(catalog));
+        out.push('\n');
+        out.push_str(&worth::long(catalog));
         out.push('\n');
     }
     if let Some(service) = &stats.service {

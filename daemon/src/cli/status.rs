@@ -10,6 +10,7 @@ use super::error::CliError;
 use super::out::Out;
 use super::remote::Remote;
 use super::table::{Align, Table, pairs};
+use super::worth;
 use crate::units::{bytes, count, percent, span};
 
 #[derive(Serialize)]
@@ -61,6 +62,9 @@ fn text(status: &StatusReport, stats: &StatsReply) -> String {
     out.push('\n');
     out.push_str(&table.render());
     out.push_str(&format!("\nRAM tier: {}\n", status.host_kept));
+    if let Some(catalog) = catalog {
+        out.push_str(&worth::short(catalog));
+    }
     if !status.codecs.is_empty() {
         out.push_str("\ncodecs on nvme:\n");
         for report in &status.codecs {

@@ -60,6 +60,9 @@ pub struct Args {
     /// Seed of the faults.
     #[arg(long, value_name = "SEED", hide = true, default_value_t = 1)]
     pub fault_seed: u64,
+    /// Hold each read of the drive back by as many milliseconds as this file says. For tests only.
+    #[arg(long, value_name = "FILE", hide = true)]
+    pub fault_read_delay: Option<PathBuf>,
 }
 
 /// Form of the log.

@@ -6,7 +6,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use kvtide_tiers::catalog::{CodecChoice, PolicyChoice, TenantId};
+use kvtide_tiers::catalog::{CodecChoice, PolicyChoice, PrefillConfig, TenantId};
 use kvtide_tiers::segment::{BLOCK_BYTES_MIN_DEFAULT, SEGMENT_BYTES_RANGE, StoreGeometry};
 
 use super::device::{DeviceSettings, POOL_BYTES_ALLOWED, pool_bytes_allowed};
@@ -92,6 +92,8 @@ impl Build<'_> {
         let nvme = nvme.map(|nvme| NvmeSettings { io, write_bytes_per_day, ..nvme });
         self.writable(&store, store_line);
         let metrics = self.metrics(file.metrics);
+        let weights = (0..).zip(&file.tenants).map(|(id, tenant)| (TenantId(id), tenant.weight));
+        let weights = weights.collect();
         let tenants = self.tenants(file.tenants, file.shared, file.admins);
         let cores = std::thread::available_parallelism().map_or(2, |cores| cores.get());
         Config {
@@ -106,12 +108,15 @@ impl Build<'_> {
             nvme,
             device: self.device(file.device),
             limits: file.limits,
+            arbiter: file.arbiter,
+            prefill: PrefillConfig { weights, ..file.prefill },
             tenants,
             metrics,
             log: LogSettings {
                 level: self.args.log_level.or(file.level).unwrap_or(tracing::Level::INFO),
                 format: self.args.log_format.or(file.format).unwrap_or_default(),
             },
+            read_delay_file: self.args.fault_read_delay.clone(),
             notes: std::mem::take(&mut self.notes),
         }
     }

@@ -3,12 +3,13 @@
 
 use std::path::PathBuf;
 
-use kvtide_tiers::catalog::{CodecChoice, Limits, PolicyChoice};
+use kvtide_tiers::catalog::{ArbiterConfig, CodecChoice, Limits, PolicyChoice, PrefillConfig};
 use kvtide_tiers::segment::SEGMENT_BYTES_RANGE;
 
 use super::args::LogFormat;
 use super::device::read_device;
 use super::read::{Found, Reader, Section};
+use super::worth::{WEIGHT_MAX, read_arbiter, read_prefill};
 use super::{DeviceSettings, HostKeep, MetricsAddress, NvmeIo, ServiceLimits};
 
 /// The smallest host tier.
@@ -40,6 +41,8 @@ pub(super) struct FileConfig {
     pub(super) io: Option<NvmeIo>,
     pub(super) device: DeviceSettings,
     pub(super) limits: ServiceLimits,
+    pub(super) arbiter: ArbiterConfig,
+    pub(super) prefill: PrefillConfig,
     pub(super) tenants: Vec<FileTenant>,
     pub(super) shared: Vec<FileShared>,
     pub(super) admins: Vec<u32>,
@@ -54,6 +57,7 @@ pub(super) struct FileTenant {
     pub(super) uids: Vec<u32>,
     pub(super) gids: Vec<u32>,
     pub(super) codec: CodecChoice,
+    pub(super) weight: u32,
 }
 
 pub(super) struct FileShared {
@@ -81,6 +85,12 @@ pub(super) fn read_file(reader: &mut Reader<'_>) -> FileConfig {
     }
     if let Some(section) = root.section(reader, "limits") {
         read_limits(reader, section, &mut file.limits);
+    }
+    if let Some(section) = root.section(reader, "arbiter") {
+        file.arbiter = read_arbiter(reader, section);
+    }
+    if let Some(section) = root.section(reader, "prefill") {
+        file.prefill = read_prefill(reader, section);
     }
     for section in root.sections(reader, "tenant") {
         file.tenants.extend(read_tenant(reader, section));
@@ -222,13 +232,15 @@ fn read_tenant(reader: &mut Reader<'_>, mut section: Section<'_, '_>) -> Option<
     let codecs = [CodecChoice::Raw, CodecChoice::Lz4, CodecChoice::Auto];
     let codecs = codecs.map(|choice| (choice.name(), choice));
     let codec = section.choice(reader, "codec", &codecs).map(|found| found.value);
+    let weight = section.number(reader, "weight", 1..=WEIGHT_MAX);
+    let weight = weight.and_then(|found| u32::try_from(found.value).ok()).unwrap_or(1);
     section.finish(reader);
     let name = name?;
     if uids.is_empty() && gids.is_empty() {
         let what = format!("tenant \"{name}\" has no users");
         reader.problem(line, what, "give it `uids` or `gids`");
     }
-    Some(FileTenant { line, name, uids, gids, codec: codec.unwrap_or_default() })
+    Some(FileTenant { line, name, uids, gids, codec: codec.unwrap_or_default(), weight })
 }
 
 fn read_shared(reader: &mut Reader<'_>, mut section: Section<'_, '_>) -> Option<FileShared> {

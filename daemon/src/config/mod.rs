@@ -9,12 +9,13 @@ mod file;
 mod machine;
 mod read;
 mod tenants;
+mod worth;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use kvtide_tiers::catalog::{Limits, PolicyChoice};
+use kvtide_tiers::catalog::{ArbiterConfig, Limits, PolicyChoice, PrefillConfig};
 
 pub use args::{Args, LogFormat};
 pub use build::check_socket;
@@ -41,12 +42,19 @@ pub struct Config {
     pub device: DeviceSettings,
     /// Limits of the catalog and of the service.
     pub limits: ServiceLimits,
+    /// Whether loads are worth it.
+    pub arbiter: ArbiterConfig,
+    /// How much may be computed at a time, with the weights of the tenants. Default: not limited.
+    pub prefill: PrefillConfig,
     /// Who is who.
     pub tenants: Tenants,
     /// Metrics and health.
     pub metrics: MetricsAddress,
     /// The log.
     pub log: LogSettings,
+    /// Each read of the drive is held back by as many milliseconds as this file says. For tests
+    /// only. Default: none.
+    pub read_delay_file: Option<PathBuf>,
     /// Facts to be stated at start: what was taken from the machine.
     pub notes: Vec<String>,
 }
