@@ -65,9 +65,10 @@ const WITHHELD_SHOWN: usize = 256;
 pub struct ArbiterConfig {
     /// Whether tiers that lose are withheld, and splits advised. Default: true.
     pub enabled: bool,
-    /// Over how long a tier is judged, milliseconds. Default: 30,000.
+    /// Over how long a tier is judged, milliseconds; longer while there are fewer loads than
+    /// `loads_min`. Default: 30,000.
     pub window_ms: u64,
-    /// Loads in the window before it is judged. Default: 4.
+    /// Loads by which it is judged at least. Default: 4.
     pub loads_min: u32,
     /// One lookup in so many is offered a tier that is withheld. Default: 32.
     pub probe_every: u32,
@@ -125,14 +126,15 @@ struct Out {
     probes: VecDeque<i64>,
 }
 
-/// A sum over the latest time, in parts.
+/// A sum over the latest time, in parts, and over as many loads at least as are judged by: the
+/// slower a tier is, the fewer of them there are.
 #[derive(Default)]
 struct Window {
     parts: VecDeque<(u64, i64, u32)>,
 }
 
 impl Window {
-    fn add(&mut self, part: u64, net_us: i64) {
+    fn add(&mut self, part: u64, net_us: i64, loads_min: u32) {
         match self.parts.back_mut() {
             Some((at, sum, count)) if *at == part => {
                 *sum = sum.saturating_add(net_us);
@@ -140,7 +142,12 @@ impl Window {
             }
             _ => self.parts.push_back((part, net_us, 1)),
         }
-        while self.parts.front().is_some_and(|(at, ..)| at + BUCKETS <= part) {
+        let (_, mut loads) = self.sum();
+        while let Some((at, _, count)) = self.parts.front()
+            && at + BUCKETS <= part
+            && loads - count >= loads_min
+        {
+            loads -= count;
             self.parts.pop_front();
         }
     }
@@ -275,7 +282,7 @@ impl Arbiter {
             }
             return;
         }
-        account.window.add(part, net);
+        account.window.add(part, net, loads_min);
         let (net, loads) = account.window.sum();
         if self.config.enabled && loads >= loads_min && net < 0 {
             account.window = Window::default();

@@ -219,7 +219,13 @@ impl Catalog {
     fn ask(&mut self, ask: AskId, session: SessionId, request: Request) {
         let demand = !matches!(
             request,
-            Request::Inspect(_) | Request::Stats | Request::Codecs | Request::Drain
+            Request::Inspect(_)
+                | Request::Stats
+                | Request::Codecs
+                | Request::Drain
+                | Request::ReportPrefill(_)
+                | Request::AdmitPrefill(_)
+                | Request::PrefillDone { .. }
         );
         if demand {
             self.last_demand = self.now;

@@ -524,10 +524,23 @@ impl Prefills {
             let until = now.plus_ms(self.config.store_ms);
             leader.state = Leading::Computed { until };
             self.computed.push_back((until, prefix));
+            if self.computed.len() > LEADERS_MAX
+                && let Some((until, oldest)) = self.computed.pop_front()
+            {
+                self.forget_computed(oldest, until);
+            }
         }
         self.refill(now);
         self.promote();
         true
+    }
+
+    /// The store of a prefix is not waited for any longer, unless it was computed again since.
+    fn forget_computed(&mut self, prefix: Prefix, by: Timestamp) {
+        let state = self.leaders.get(&prefix).map(|leader| leader.state);
+        if matches!(state, Some(Leading::Computed { until }) if until <= by) {
+            self.leaders.remove(&prefix);
+        }
     }
 
     /// An ask is given up.
@@ -596,10 +609,7 @@ impl Prefills {
             && until <= now
         {
             self.computed.pop_front();
-            let state = self.leaders.get(&prefix).map(|leader| leader.state);
-            if matches!(state, Some(Leading::Computed { until }) if until <= now) {
-                self.leaders.remove(&prefix);
-            }
+            self.forget_computed(prefix, until);
         }
         self.promote();
     }

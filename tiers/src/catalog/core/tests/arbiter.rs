@@ -204,6 +204,23 @@ fn a_drive_that_becomes_slow_is_withheld_then_tried_and_offered_again() {
 }
 
 #[test]
+fn loads_that_take_longer_than_the_window_are_judged_all_the_same() {
+    let config = ArbiterConfig { window_ms: 500, probe_every: 1000, ..ArbiterConfig::default() };
+    let mut bench = Bench::new(config);
+    let keys = bench.on_nvme(1, 8);
+    bench.report(1000);
+    for number in 0..3 {
+        bench.turn(&keys, number);
+    }
+    bench.read_us = 300_000;
+    let slow = (3..20).take_while(|number| {
+        bench.turn(&keys, *number);
+        bench.worth(Tier::Nvme).namespaces_withheld == 0
+    });
+    assert!(slow.count() < 4, "{:?}", bench.worth(Tier::Nvme));
+}
+
+#[test]
 fn only_the_namespace_that_loses_is_not_offered_the_tier() {
     let mut bench = Bench::new(ArbiterConfig::default());
     let keys = bench.on_nvme(1, 8);
