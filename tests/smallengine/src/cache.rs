@@ -84,7 +84,7 @@ impl Cache {
         Ok(Pool::region(layout, self.client.create_region(region)?))
     }
 
-    /// Loads what kvtide has of a prompt: its block i into place i of `places`.
+    /// Loads what kvtide has of a prompt and advises to load: its block i into place i of `places`.
     pub(crate) fn load(
         &self,
         region: &RegionHandle,
@@ -107,6 +107,12 @@ impl Cache {
         let keys = self.namespace.chain(sequence);
         let new = places.get(known..keys.len()).unwrap_or_default();
         self.client.store_prefix(&self.namespace, conversation, region, &keys, new, self.wait)
+    }
+
+    /// Tells kvtide how long computing took: so many tokens, behind so many that were there.
+    pub(crate) fn report_prefill(&self, tokens: usize, context: usize, took: Duration) {
+        let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+        self.client.report_prefill(&self.namespace, count(tokens), count(context), took, None);
     }
 
     /// Where the blocks of a prompt lie that a turn would load now.

@@ -98,6 +98,8 @@ pub struct Engine {
     cache: Option<Cache>,
     chunk: usize,
     threads: usize,
+    /// Whether the daemon is told how long prefills take.
+    reports: bool,
     /// The sequence: tokens whose KV is in the pool.
     tokens: Vec<u32>,
     /// Place of each of its blocks.
@@ -111,7 +113,16 @@ impl Engine {
     pub fn new(weights: Arc<Weights>, pool: Pool, cache: Option<Cache>) -> Engine {
         let (tokens, places) = (Vec::new(), Vec::new());
         let (chunk, threads) = (CHUNK_TOKENS, THREADS);
-        Engine { weights, pool, cache, chunk, threads, tokens, places, known: 0 }
+        let reports = false;
+        Engine { weights, pool, cache, chunk, threads, reports, tokens, places, known: 0 }
+    }
+
+    /// Tells the daemon how long prefills take. It then advises to compute what is faster computed
+    /// than loaded, which is followed.
+    #[must_use]
+    pub fn with_reports(mut self) -> Engine {
+        self.reports = true;
+        self
     }
 
     /// Sets how many tokens are computed at once, and by how many threads. Changes no result.
@@ -152,8 +163,13 @@ impl Engine {
         let start = Instant::now();
         let reuse = self.reload(prompt)?;
         let rest = prompt.get(reuse.tokens()..).unwrap_or_default();
+        let computing = Instant::now();
         let logits = self.prefill(rest)?;
+        let took = computing.elapsed();
         let first_token_us = micros(start);
+        if let Some(cache) = self.cache.as_ref().filter(|_| self.reports) {
+            cache.report_prefill(rest.len(), reuse.tokens(), took);
+        }
         let answer = decode_greedily(self, logits.clone(), answer)?;
         let outcomes = self.keep(conversation);
         let stored = |outcome: &&Outcome| matches!(outcome, Outcome::Stored | Outcome::Present);

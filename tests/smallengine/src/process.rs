@@ -67,6 +67,9 @@ pub struct EngineArgs {
     /// Longest time of a load or store, and of any other call, milliseconds.
     #[arg(long, default_value_t = 20_000)]
     pub wait_ms: u64,
+    /// Tell the daemon how long prefills take, so that it says what is better computed than loaded.
+    #[arg(long)]
+    pub report: bool,
 }
 
 impl Default for EngineArgs {
@@ -81,6 +84,7 @@ impl Default for EngineArgs {
             chunk: 256,
             threads: 2,
             wait_ms: 20_000,
+            report: false,
         }
     }
 }
@@ -134,7 +138,8 @@ impl EngineArgs {
                 Pool::own(&layout, self.places).map_err(EngineError::from)?
             }
         };
-        Ok(Engine::new(weights, pool, cache).with_chunk(self.chunk, self.threads))
+        let engine = Engine::new(weights, pool, cache).with_chunk(self.chunk, self.threads);
+        Ok(if self.report { engine.with_reports() } else { engine })
     }
 
     /// The command line that says it.
@@ -158,6 +163,9 @@ impl EngineArgs {
         option("--chunk", self.chunk.to_string().into());
         option("--threads", self.threads.to_string().into());
         option("--wait-ms", self.wait_ms.to_string().into());
+        if self.report {
+            line.push("--report".into());
+        }
         line
     }
 }

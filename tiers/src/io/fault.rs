@@ -6,6 +6,7 @@
 
 use std::fmt;
 use std::io;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -42,6 +43,9 @@ pub struct FaultConfig {
     pub misdirected_read: f64,
     /// The operation with this number (from 0) fails with EIO, whatever the probabilities.
     pub fail_nth: Option<u64>,
+    /// Each read is held back by as many milliseconds as this file says when the read begins; not
+    /// at all while there is none. A drive that becomes slow, and well again.
+    pub read_delay_file: Option<PathBuf>,
 }
 
 impl FaultConfig {
@@ -62,6 +66,7 @@ impl FaultConfig {
             lost_write: each,
             misdirected_read: each,
             fail_nth: None,
+            read_delay_file: None,
         }
     }
 }
@@ -191,6 +196,12 @@ impl FaultDevice {
         (fault, delay, detail)
     }
 
+    /// How slow reads are now, by the file that says it.
+    fn slowness(&self) -> Option<Duration> {
+        let text = std::fs::read_to_string(self.config.read_delay_file.as_ref()?).ok()?;
+        text.trim().parse().ok().map(Duration::from_millis)
+    }
+
     fn count(&self, is_read: bool, fault: Option<Fault>, delay: Option<Duration>) {
         let counters = &*self.counters;
         let counter = match (fault, is_read) {
@@ -302,6 +313,7 @@ impl BlockDevice for FaultDevice {
         let number = self.counters.operations.fetch_add(1, Ordering::Relaxed);
         let is_read = op.buffer.is_read();
         let (fault, delay, detail) = self.draw(is_read, number);
+        let delay = self.slowness().filter(|_| is_read).or(delay);
         self.count(is_read, fault, delay);
         let wanted = op.buffer.bytes().len() as u64;
         let half = wanted / 2 / PAGE_BYTES * PAGE_BYTES;

@@ -118,7 +118,7 @@ fn main() {
     println!("{context:?}");
     let options = SessionOptions { context, block_tokens: 64, cache: None };
     let (whole, _) = Session::open(&model, &digest, options.clone()).unwrap();
-    let mut cache = CacheOptions::default();
+    let mut cache = CacheOptions { advised: false, ..CacheOptions::default() };
     cache.client.socket = daemon.socket();
     cache.load_timeout = PATIENCE;
     cache.store_timeout = PATIENCE;

@@ -27,6 +27,9 @@ pub struct CacheOptions {
     pub load_timeout: Duration,
     /// Longest time for all stores of one turn.
     pub store_timeout: Duration,
+    /// Whether the daemon is told how long prefills take, and what it then says is faster computed
+    /// than loaded is computed.
+    pub advised: bool,
 }
 
 impl Default for CacheOptions {
@@ -35,6 +38,7 @@ impl Default for CacheOptions {
             client: ClientConfig::default(),
             load_timeout: Duration::from_secs(5),
             store_timeout: Duration::from_secs(5),
+            advised: true,
         }
     }
 }
@@ -159,7 +163,11 @@ impl BlockCache {
         let until = Instant::now() + self.options.load_timeout;
         let lease = self.options.load_timeout + self.options.client.call_timeout;
         let found = self.client.lookup(&[(&attached.namespace, &keys)], lease);
-        let Lookup::Hit(Hit { blocks, lease: Some(lease), .. }) = found else { return loaded };
+        let Lookup::Hit(Hit { blocks, advice, lease: Some(lease), .. }) = found else {
+            return loaded;
+        };
+        let advised = usize::try_from(advice.load).unwrap_or(usize::MAX);
+        let blocks = if self.options.advised { blocks.min(advised) } else { blocks };
         let half = usize::try_from(PLACES / 2).unwrap_or(1);
         let start = |batch: usize, blocks: Range<usize>| {
             let first = PLACES / 2 * u32::from(batch % 2 == 1);
@@ -197,6 +205,15 @@ impl BlockCache {
             }
         }
         loaded
+    }
+
+    /// Tells the daemon how long computing took: so many tokens, behind so many that were there.
+    pub fn report_prefill(&self, tokens: usize, context: usize, took: Duration) {
+        let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+        if let Some(attached) = self.attached.as_ref().filter(|_| self.options.advised) {
+            let namespace = &attached.namespace;
+            self.client.report_prefill(namespace, count(tokens), count(context), took, None);
+        }
     }
 
     /// The outcomes of a ticket; when it does not end in time, it is given up and none of its

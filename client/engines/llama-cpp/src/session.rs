@@ -194,6 +194,9 @@ impl Session {
         self.compute(prompt.get(have..).unwrap_or(&[]), full)?;
         let computed = prompt.len() - have;
         let compute = start.elapsed() - load;
+        if let Some(cache) = &self.cache {
+            cache.report_prefill(computed, have, compute);
+        }
         Ok(Prefill { prompt: prompt.len(), own, loaded, computed, load, compute })
     }
 

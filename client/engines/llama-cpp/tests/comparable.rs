@@ -17,7 +17,7 @@ const SETTINGS: [(KvType, bool); 3] =
 
 fn open(model: &Arc<Model>, context: ContextOptions, daemon: Option<&Daemon>) -> Session {
     let cache = daemon.map(|daemon| {
-        let mut options = CacheOptions::default();
+        let mut options = CacheOptions { advised: false, ..CacheOptions::default() };
         options.client.socket = daemon.socket();
         options.client.call_timeout = common::PATIENCE;
         options.load_timeout = common::PATIENCE;

@@ -84,7 +84,7 @@ impl Chats {
             .arg(&logits)
             .arg("--conversation")
             .arg(if keep { &talk } else { &copy })
-            .args(["--json", "--max-tokens", "16", "--ctx", "2048"])
+            .args(["--json", "--load-all", "--max-tokens", "16", "--ctx", "2048"])
             .args(more)
             .output()
             .unwrap();

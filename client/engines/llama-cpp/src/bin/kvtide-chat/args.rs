@@ -65,6 +65,9 @@ pub(crate) struct Args {
     /// Neither load nor store, and compute every prompt whole
     #[arg(long)]
     pub(crate) no_cache: bool,
+    /// Load all that the daemon has, even what is faster computed
+    #[arg(long)]
+    pub(crate) load_all: bool,
     /// Write the logits of each answer's first token here, 32-bit floats one behind the other
     #[arg(long, value_name = "FILE")]
     pub(crate) dump_logits: Option<PathBuf>,
@@ -112,6 +115,7 @@ impl Args {
             if let Some(socket) = &self.socket {
                 cache.client.socket.clone_from(socket);
             }
+            cache.advised = !self.load_all;
             cache
         });
         SessionOptions { context, block_tokens: self.block_tokens, cache }
