@@ -612,8 +612,8 @@ impl Client {
         .await
     }
 
-    /// Looks up a prefix and loads of it what the daemon advises to load, which is all that is there
-    /// unless computing is faster: block `i` into `places[i]`. At most `timeout`.
+    /// Looks up a prefix and loads of it what the daemon advises to load, which is all that is
+    /// there unless computing is faster: block `i` into `places[i]`. At most `timeout`.
     pub async fn load_prefix(
         &self,
         namespace: &NamespaceHandle,
