@@ -8,7 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvtide_tiers::block::{BlockKey, NamespaceId, RegionLayout};
-use kvtide_tiers::catalog::{InspectPage, LoadBlock, Outcome, PinId, StoreBlock};
+use kvtide_tiers::catalog::{
+    ConversationUse, Drained, InspectPage, KeepRule, LoadBlock, Outcome, PinId, StoreBlock,
+};
 use kvtide_tiers::io::SharedMemory;
 
 use crate::client::{self, Admission, ForgetWhat, Grant, Inspect, LoadedPrefix, Prefill};
@@ -19,9 +21,7 @@ use crate::gpu::{GpuExport, GpuRegion};
 use crate::handles::{Lease, Lookup, NamespaceHandle, Ticket};
 use crate::hello::SessionLimits;
 use crate::own_runtime::OwnRuntime;
-use crate::protocol::{
-    Drained, NamespaceRow, NamespaceSpec, Pinned, StatsReply, StatusReport, VersionInfo,
-};
+use crate::protocol::{NamespaceRow, NamespaceSpec, Pinned, StatsReply, StatusReport, VersionInfo};
 use crate::region::{AsRegion, RegionHandle};
 
 /// As [`crate::Client`], blocking.
@@ -167,6 +167,9 @@ impl Client {
         fn admit_prefill(wanted: &Prefill<'_>) -> Admission;
         /// See [`crate::Client::prefill_done`].
         fn prefill_done(grant: Grant) -> Result<(), ClientError>;
+        /// See [`crate::Client::keep`].
+        fn keep(namespace: &NamespaceHandle, conversation: u64, rule: KeepRule)
+            -> Result<ConversationUse, ClientError>;
         /// See [`crate::Client::pin`].
         fn pin(namespace: NamespaceId, keys: &[BlockKey], ttl: Duration)
             -> Result<Pinned, ClientError>;
@@ -183,6 +186,6 @@ impl Client {
         /// See [`crate::Client::namespaces`].
         fn namespaces() -> Result<Vec<NamespaceRow>, ClientError>;
         /// See [`crate::Client::drain`].
-        fn drain(timeout: Duration) -> Result<Drained, ClientError>;
+        fn drain(deadline: Duration) -> Result<Drained, ClientError>;
     }
 }

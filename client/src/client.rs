@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use kvtide_tiers::block::{BlockKey, NamespaceId, RegionLayout};
 use kvtide_tiers::catalog::{
-    Advice, InspectPage, LoadBlock, MissReason, Outcome, PinId, StoreBlock, TicketId,
+    Advice, ConversationUse, Drained, InspectPage, KeepRule, LoadBlock, MissReason, Outcome, PinId,
+    StoreBlock, TicketId,
 };
 use kvtide_tiers::io::SharedMemory;
 use serde_bytes::ByteBuf;
@@ -26,15 +27,17 @@ use crate::handles::{
 };
 use crate::hello::SessionLimits;
 use crate::protocol::{
-    CallError, Drained, KvtideClient, NamespaceRow, NamespaceSpec, Pinned, StatsReply,
-    StatusReport, TicketReply, VersionInfo, WireForget, WireInspect, WireLoad, WirePrefix,
-    WireStore, pack_keys,
+    CallError, KvtideClient, NamespaceRow, NamespaceSpec, Pinned, StatsReply, StatusReport,
+    TicketReply, VersionInfo, WireForget, WireInspect, WireKeep, WireLoad, WirePrefix, WireStore,
+    pack_keys,
 };
 use crate::region::{AsRegion, RegionHandle, RegionInner, RegionRef};
 
 mod prefill;
 
 pub use prefill::{Admission, Grant, Prefill};
+/// What a slow drive may need to commit what a drain has written.
+const DRAIN_COMMIT: Duration = Duration::from_secs(10);
 
 /// Pause before a busy daemon is asked again for the end of tickets.
 const BUSY_PAUSE: Duration = Duration::from_millis(10);
@@ -345,11 +348,13 @@ impl Client {
             lease_ms: reply.lease_ms,
             shared: Arc::downgrade(self.shared()),
         });
-        if reply.blocks == 0 {
+        if reply.blocks == 0 && reply.dropped.is_none() {
             return Ok(Lookup::Miss);
         }
         let blocks = usize::try_from(reply.blocks).unwrap_or(usize::MAX);
-        Ok(Lookup::Hit(Hit { blocks, runs: reply.runs, advice: reply.advice, lease }))
+        let (runs, advice, dropped) =
+            (reply.runs, reply.advice, reply.dropped.map(|dropped| *dropped));
+        Ok(Lookup::Hit(Hit { blocks, runs, advice, lease, dropped }))
     }
 
     /// Copies blocks into a region, waiting up to `wait` for the end (zero: not at all).
@@ -697,6 +702,25 @@ impl Client {
         outcomes
     }
 
+    /// Declares which blocks a conversation loses first when it is over its quota, and says what it
+    /// holds. The rule is forgotten when the daemon ends, and by 65,536 other conversations that
+    /// hold nothing.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn keep(
+        &self,
+        namespace: &NamespaceHandle,
+        conversation: u64,
+        rule: KeepRule,
+    ) -> Result<ConversationUse, ClientError> {
+        let link = self.shared().gate()?;
+        let namespace = namespace_on(&link, namespace)?;
+        let keep = WireKeep { namespace, conversation, rule };
+        let ask = |stub: KvtideClient, context| async move { stub.keep(context, keep).await };
+        Ok(self.shared().call(&link, self.limit(), ask).await??)
+    }
+
     /// Keeps blocks from being evicted for `ttl`, beyond the session's end.
     ///
     /// # Errors
@@ -783,12 +807,17 @@ impl Client {
             .await
     }
 
-    /// Stops admission and writes all dirty blocks down. Operators only.
+    /// Stops admission and writes down what is only in memory, hottest first, as far as the drive
+    /// gets within `deadline`. Answered a moment later at the latest, when that is on the device.
+    /// Operators only.
     ///
     /// # Errors
-    /// See [`ClientError`]; past `timeout` the drain goes on.
-    pub async fn drain(&self, timeout: Duration) -> Result<Drained, ClientError> {
-        self.try_ask(timeout, |stub, context| async move { stub.drain(context).await }).await
+    /// See [`ClientError`].
+    pub async fn drain(&self, deadline: Duration) -> Result<Drained, ClientError> {
+        let deadline_ms = u64::try_from(deadline.as_millis()).unwrap_or(u64::MAX);
+        let limit = deadline.saturating_add(self.limit()).saturating_add(DRAIN_COMMIT);
+        self.try_ask(limit, |stub, context| async move { stub.drain(context, deadline_ms).await })
+            .await
     }
 }
 

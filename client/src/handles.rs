@@ -8,7 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use kvtide_tiers::block::{BlockKey, NamespaceId, NamespaceKey};
-use kvtide_tiers::catalog::{Advice, LeaseId, MissReason, Outcome, RejectReason, Run, TicketId};
+use kvtide_tiers::catalog::{
+    Advice, Dropped, LeaseId, MissReason, Outcome, RejectReason, Run, TicketId,
+};
 
 use crate::connection::Shared;
 use crate::doubt::Claim;
@@ -113,7 +115,7 @@ impl Lookup {
 /// A run of blocks that all of the asked prefixes have.
 #[derive(Debug)]
 pub struct Hit {
-    /// How many, at least 1.
+    /// How many, at least 1, unless `dropped` says why there are none.
     pub blocks: usize,
     /// The run cut by tier.
     pub runs: Vec<Run>,
@@ -121,6 +123,8 @@ pub struct Hit {
     pub advice: Advice,
     /// Keeps the blocks from being evicted; `None` when none was asked for.
     pub lease: Option<Lease>,
+    /// What the conversation lost to its quota, when the run ends where that was.
+    pub dropped: Option<Dropped>,
 }
 
 /// A client's expiring pin. Ended when dropped.

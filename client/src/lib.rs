@@ -40,12 +40,13 @@ pub use kvtide_tiers::block::{
     RankScope, RegionLayout, Wide,
 };
 pub use kvtide_tiers::catalog::{
-    Advice, CatalogStats, InspectPage, InspectRow, LeaseId, LoadBlock, MissReason, Outcome, PinId,
-    PrefillStats, RejectReason, Run, RunState, StoreBlock, Tier, TierUse, TierWorth, Withheld,
+    Advice, CatalogStats, ConversationUse, Drained, Dropped, InspectPage, InspectRow, KeepRule,
+    LeaseId, LoadBlock, MissReason, Outcome, OwnerUse, PinId, PrefillStats, Quota, QuotaUse,
+    RejectReason, Run, RunState, StoreBlock, Tier, TierQuotas, TierUse, TierWorth, Withheld,
 };
 pub use kvtide_tiers::io::SharedMemory;
 pub use protocol::{
-    CallError, Drained, GpuStatus, NamespaceRow, NamespaceSpec, Pinned, ServiceStats, StatsReply,
+    CallError, GpuStatus, NamespaceRow, NamespaceSpec, OwnerRow, Pinned, ServiceStats, StatsReply,
     StatusReport, TenantStats, VersionInfo,
 };
 pub use region::{AsRegion, RegionHandle, RegionRef};

@@ -10,15 +10,20 @@
 // The service macro writes items of its own that carry no documentation.
 #![allow(missing_docs, clippy::too_many_arguments)]
 
+mod quota;
+
 use kvtide_tiers::block::{
     BlockKey, GpuRegionSpec, Namespace, NamespaceId, NamespaceKey, RegionLayout,
 };
 use kvtide_tiers::catalog::{
-    CatalogStats, CodecChoice, CodecReport, GrantId, InspectPage, LeaseId, Limit, LookupReply,
-    Outcome, PinId, PrefillAnswer, PrefillAsk, PrefillReport, Refusal, RegionId, TicketId, Tier,
+    CatalogStats, CodecChoice, CodecReport, ConversationUse, Drained, GrantId, InspectPage,
+    LeaseId, Limit, LookupReply, Outcome, PinId, PrefillAnswer, PrefillAsk, PrefillReport, Refusal,
+    RegionId, TicketId, Tier,
 };
 use serde::{Deserialize, Serialize};
 use serde_bytes::ByteBuf;
+
+pub use quota::{OwnerRow, WireKeep};
 
 /// The version of hello and messages that this library speaks.
 pub const PROTOCOL_VERSION: u16 = 5;
@@ -76,8 +81,9 @@ pub trait Kvtide {
     async fn status() -> Result<StatusReport, CallError>;
     /// The namespaces that the caller may see.
     async fn namespaces() -> Result<Vec<NamespaceRow>, CallError>;
-    /// Stops admission and writes all dirty blocks down. Operators only.
-    async fn drain() -> Result<Drained, CallError>;
+    /// Stops admission and writes all dirty blocks down, hottest first, in so many milliseconds.
+    /// Operators only.
+    async fn drain(deadline_ms: u64) -> Result<Drained, CallError>;
     /// Waits until every load and store of the region that was sent before has ended, whether or
     /// not anybody waits for its ticket; `false` when the time was over first.
     async fn quiesce(region: RegionId, wait_ms: u32) -> Result<bool, CallError>;
@@ -87,6 +93,9 @@ pub trait Kvtide {
     async fn admit_prefill(ask: PrefillAsk) -> Result<PrefillAnswer, CallError>;
     /// A prefill ended that is not reported; answers whether it was under way.
     async fn prefill_done(grant: GrantId) -> Result<bool, CallError>;
+    /// Declares which blocks a conversation loses first when it is over its quota, until the daemon
+    /// ends; answers what it holds.
+    async fn keep(keep: WireKeep) -> Result<ConversationUse, CallError>;
 }
 
 /// Why a call was not done. A miss is not among them: it is a value.
@@ -125,7 +134,14 @@ fn limit_text(limit: Limit) -> &'static str {
             "this session has all of its regions, or the GPU has no room for another; unregister \
              some, or ask again later"
         }
-        Limit::Draining => "the daemon is draining and takes nothing new; ask again later",
+        Limit::Draining => {
+            "the daemon is draining and stores nothing new; store on another node (lookups and \
+             loads go on here until it stops)"
+        }
+        Limit::Pressure => {
+            "the cache is under pressure and does not do this now; go on without it, and ask again \
+             later"
+        }
         _ => "a limit is reached; ask again later",
     }
 }
@@ -270,15 +286,6 @@ pub struct Pinned {
     pub blocks: u32,
 }
 
-/// The answer to a drain.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Drained {
-    /// Blocks written to nvme.
-    pub blocks_written: u64,
-    /// Dirty blocks that could not be written.
-    pub blocks_lost: u64,
-}
-
 /// One namespace, as its owner and operators see it. Keys and secrets are not shown.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct NamespaceRow {
@@ -330,6 +337,9 @@ pub struct StatsReply {
     pub tenants: Vec<TenantStats>,
     /// Counters of the service; operators only.
     pub service: Option<ServiceStats>,
+    /// What tenants and shared namespaces hold: all for operators, otherwise the caller's own and
+    /// those that it may open.
+    pub owners: Vec<OwnerRow>,
 }
 
 /// Counters of connections and calls since the daemon started.

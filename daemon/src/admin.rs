@@ -10,8 +10,8 @@ use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
-use kvtide_client::protocol::{GpuStatus, ServiceStats, TenantStats};
-use kvtide_tiers::catalog::{CatalogStats, TierUse, TierWorth};
+use kvtide_client::protocol::{GpuStatus, OwnerRow, ServiceStats, TenantStats};
+use kvtide_tiers::catalog::{CatalogStats, QuotaUse, Signal, TierUse, TierWorth};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, text};
 use prometheus_client::metrics::MetricType;
@@ -91,10 +91,13 @@ async fn metrics(State(app): State<Arc<App>>) -> Response {
         let sessions = app.sessions().values().filter(|s| s.tenant() == Some(tenant.id)).count();
         app.tenant_counters(Some(tenant.id)).stats(&tenant.name, sessions as u64)
     });
+    let held = catalog.as_ref().map(|stats| &stats.owners[..]).unwrap_or_default();
+    let owners = app.owners(None, held);
     let snapshot = Snapshot {
         catalog: catalog.map(|stats| *stats),
         service: app.counters.stats(),
         tenants: tenants.collect(),
+        owners,
         gpus: devices::status(&app.node().report()),
         uptime_s: app.started.elapsed().as_secs(),
     };
@@ -110,6 +113,7 @@ struct Snapshot {
     catalog: Option<CatalogStats>,
     service: ServiceStats,
     tenants: Vec<TenantStats>,
+    owners: Vec<OwnerRow>,
     gpus: Vec<GpuStatus>,
     uptime_s: u64,
 }
@@ -148,6 +152,32 @@ impl Snapshot {
             "1 while the driver is stuck on a GPU, see status",
             rows(|gpu| gpu.stuck),
         )
+    }
+
+    /// What tenants and shared namespaces hold and may hold.
+    fn owners(&self, out: &mut Families<'_>) -> fmt::Result {
+        let rows = |read: fn(&QuotaUse) -> Option<u64>| -> Vec<(Labels, u64)> {
+            let mut rows = Vec::new();
+            for each in &self.owners {
+                for tier in &each.held.tiers {
+                    let name = tier.tier.name().to_owned();
+                    let labels = vec![("tenant", each.owner.clone()), ("tier", name)];
+                    rows.extend(read(tier).map(|value| (labels, value)));
+                }
+            }
+            rows
+        };
+        let used = rows(|tier| Some(tier.used_bytes));
+        out.gauge("kvtide_tenant_used_bytes", "Bytes charged to a tenant", used)?;
+        let (soft, hard) = (rows(|tier| tier.quota.soft), rows(|tier| tier.quota.hard));
+        out.gauge("kvtide_tenant_soft_quota_bytes", "Soft quotas", soft)?;
+        out.gauge("kvtide_tenant_hard_quota_bytes", "Hard quotas", hard)?;
+        let evicted = rows(|tier| Some(tier.evicted));
+        out.counter("kvtide_quota_evicted_blocks", "Copies evicted for a quota", evicted)?;
+        let refused = self.owners.iter();
+        let refused =
+            refused.map(|each| (vec![("tenant", each.owner.clone())], each.held.refused)).collect();
+        out.counter("kvtide_quota_refused_blocks", "Blocks refused for a quota", refused)
     }
 
     fn catalog(&self, out: &mut Families<'_>, stats: &CatalogStats) -> fmt::Result {
@@ -191,6 +221,10 @@ impl Snapshot {
             ("kvtide_nvme_read_failures", "Failed reads", stats.read_failures),
             ("kvtide_reclaimed_segments", "Segments emptied", stats.segments_reclaimed),
             ("kvtide_reinserted_blocks", "Blocks written again", stats.reinserted),
+            ("kvtide_unspilled_bytes", "Not written under pressure", stats.not_spilled_bytes),
+            ("kvtide_tails_dropped_blocks", "Dropped under pressure", stats.dropped_under_pressure),
+            ("kvtide_degradation_raised", "Steps of the ladder entered", stats.ladder.raised),
+            ("kvtide_degradation_lowered", "Steps of the ladder left", stats.ladder.lowered),
         ] {
             out.counter(name, help, vec![(Vec::new(), value)])?;
         }
@@ -203,9 +237,16 @@ impl Snapshot {
             ("kvtide_tickets", "Tickets under way", stats.tickets),
             ("kvtide_quarantined_segments", "Segments not used", stats.segments_quarantined),
             ("kvtide_draining", "1 while draining", stats.draining.into()),
+            ("kvtide_degradation_step", "0 normal to 5 bypass", stats.ladder.step as u64),
         ] {
             out.gauge(name, help, vec![(Vec::new(), value)])?;
         }
+        let pressure = |signal: Signal| {
+            let labels = vec![("signal", signal.name().to_owned())];
+            (labels, u64::from(stats.ladder.pressure.of(signal)))
+        };
+        let rows = Signal::ALL.map(pressure).to_vec();
+        out.gauge("kvtide_pressure_percent", "What the ladder is climbed for", rows)?;
         worth(out, stats)
     }
 }
@@ -265,6 +306,7 @@ impl Collector for Snapshot {
             self.catalog(&mut out, stats)?;
         }
         self.gpus(&mut out)?;
+        self.owners(&mut out)?;
         let service = &self.service;
         let rows = |label: &'static str, list: &[(String, u64)]| -> Vec<(Labels, u64)> {
             list.iter().map(|(name, count)| (vec![(label, name.clone())], *count)).collect()
@@ -353,7 +395,7 @@ fn snake(name: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use kvtide_tiers::catalog::MissReason;
+    use kvtide_tiers::catalog::{MissReason, OwnerUse, Quota, Tier};
 
     use super::*;
 
@@ -386,7 +428,25 @@ mod tests {
         let gpus = vec![gpu("GPU-a", true)];
         let service = ServiceStats { calls: vec![("load".into(), 2)], ..Default::default() };
         let tenants = vec![TenantStats { tenant: "a".into(), sessions: 4, ..Default::default() }];
-        let snapshot = Snapshot { catalog: Some(catalog), service, tenants, gpus, uptime_s: 5 };
+        let held = OwnerUse {
+            tiers: vec![QuotaUse {
+                tier: Tier::Host,
+                used_bytes: 11,
+                quota: Quota { soft: None, hard: Some(12) },
+                evicted: 13,
+            }],
+            refused: 14,
+            ..OwnerUse::default()
+        };
+        let owner = OwnerRow { owner: "a".into(), held };
+        let snapshot = Snapshot {
+            catalog: Some(catalog),
+            service,
+            tenants,
+            owners: vec![owner],
+            gpus,
+            uptime_s: 5,
+        };
         let text = snapshot.render().unwrap();
         for line in [
             "kvtide_tier_in_bytes_total{tier=\"host\"} 7",
@@ -396,6 +456,10 @@ mod tests {
             "kvtide_missed_blocks_total{reason=\"no_room\"} 3",
             "kvtide_calls_total{verb=\"load\"} 2",
             "kvtide_sessions{tenant=\"a\"} 4",
+            "kvtide_tenant_used_bytes{tenant=\"a\",tier=\"host\"} 11",
+            "kvtide_tenant_hard_quota_bytes{tenant=\"a\",tier=\"host\"} 12",
+            "kvtide_quota_evicted_blocks_total{tenant=\"a\",tier=\"host\"} 13",
+            "kvtide_quota_refused_blocks_total{tenant=\"a\"} 14",
             "kvtide_uptime_seconds 5",
             "kvtide_lookups_total 0",
         ] {

@@ -7,10 +7,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-use kvtide_client::protocol::{CallError, NamespaceRow, NamespaceSpec, OpenedNamespace};
+use kvtide_client::protocol::{CallError, NamespaceRow, NamespaceSpec, OpenedNamespace, OwnerRow};
 use kvtide_tiers::block::{NamespaceId, NamespaceKey, NarrowShape};
 use kvtide_tiers::catalog::{
-    CatalogStats, CodecChoice, Limits, NamespaceInfo, Reply, Request, SessionId, TenantId,
+    CatalogStats, CodecChoice, Limits, NamespaceInfo, OwnerUse, Reply, Request, SessionId, TenantId,
 };
 use kvtide_tiers::folder::{FolderError, NamespaceEntry, StoreFolder};
 use kvtide_tiers::io::fault::FaultConfig;
@@ -293,6 +293,16 @@ impl App {
         self.may_see(caller, owner).then(|| owner.clone())
     }
 
+    /// The owners among these that a caller may see, by name; all of them without a caller.
+    pub fn owners(&self, caller: Option<&Caller>, held: &[OwnerUse]) -> Vec<OwnerRow> {
+        let named = held.iter().filter_map(|held| {
+            let owner = self.tenants().owner_name(held.owner)?;
+            let seen = caller.is_none_or(|caller| self.may_see(caller, &owner));
+            seen.then(|| OwnerRow { owner, held: held.clone() })
+        });
+        named.collect()
+    }
+
     fn may_see(&self, caller: &Caller, owner: &str) -> bool {
         let own = caller.tenant.as_ref().is_some_and(|tenant| {
             tenant.name == owner
@@ -386,6 +396,7 @@ fn node_config(
         nvme,
         devices: devices::node_devices(&config.device),
         copy_threads: config.copy_threads,
+        quotas: config.tenants.quotas(),
         limits: Limits { sessions, ..config.limits.catalog },
         arbiter: config.arbiter,
         prefill: config.prefill.clone(),
@@ -399,7 +410,13 @@ fn fault_config(
     fault: Option<FaultSettings>,
     read_delay_file: Option<PathBuf>,
 ) -> Option<FaultConfig> {
-    let uniform = fault.map(|fault| FaultConfig::uniform(fault.seed, fault.rate));
+    let uniform = fault.map(|fault| {
+        let config = FaultConfig::uniform(fault.seed, fault.rate);
+        match fault.delay_ms {
+            Some(delay_ms_max) => FaultConfig { delay: 1.0, delay_ms_max, ..config },
+            None => config,
+        }
+    });
     if read_delay_file.is_none() {
         return uniform;
     }

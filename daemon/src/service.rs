@@ -6,21 +6,22 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use kvtide_client::protocol::{
-    CallError, Drained, Kvtide, KvtideRequest, NamespaceRow, NamespaceSpec, OpenedNamespace,
+    CallError, Kvtide, KvtideRequest, NamespaceRow, NamespaceSpec, OpenedNamespace,
     PROTOCOL_VERSION, Pinned, StatsReply, StatusReport, TicketEnd, TicketReply, VersionInfo,
-    WireForget, WireInspect, WireLoad, WirePrefix, WireStore, unpack_keys,
+    WireForget, WireInspect, WireKeep, WireLoad, WirePrefix, WireStore, unpack_keys,
 };
 use kvtide_tiers::block::{BlockKey, GpuRegionSpec, NamespaceId, RegionLayout};
 use kvtide_tiers::catalog::{
-    CodecReport, Forget, GrantId, Hints, InspectPage, InspectQuery, LeaseId, LoadBlock,
-    LookupReply, PinId, PrefillAnswer, PrefillAsk, PrefillReport, PrefixQuery, Refusal, RegionId,
-    Reply, Request, StoreBlock, TicketId,
+    CodecReport, ConversationUse, Drained, Forget, GrantId, Hints, InspectPage, InspectQuery,
+    LeaseId, LoadBlock, LookupReply, PinId, PrefillAnswer, PrefillAsk, PrefillReport, PrefixQuery,
+    Refusal, RegionId, Reply, Request, StoreBlock, TicketId,
 };
 use kvtide_tiers::io::{Region, SharedMemory};
 use tarpc::context::Context;
 
 use crate::app::App;
 use crate::counters::ServiceCounters;
+use crate::drain;
 use crate::gpu;
 use crate::session::{RegionKind, Session};
 use crate::touches::Touch;
@@ -337,15 +338,23 @@ impl Service {
                 self.app.tenant_counters(id).stats(&tenant.name, count)
             })
             .collect();
-        if !caller.operator {
-            return Ok(StatsReply { catalog: None, tenants, service: None });
-        }
         match self.ask(Request::Stats).await? {
             Reply::Stats(mut stats) => {
                 stats.sessions = stats.sessions.saturating_sub(1);
-                let service = Some(self.app.counters.stats());
-                Ok(StatsReply { catalog: Some(*stats), tenants, service })
+                let owners = self.app.owners(Some(caller), &stats.owners);
+                let service = caller.operator.then(|| self.app.counters.stats());
+                let catalog = caller.operator.then_some(*stats);
+                Ok(StatsReply { catalog, tenants, service, owners })
             }
+            _ => Err(odd_reply()),
+        }
+    }
+
+    async fn do_keep(&self, keep: WireKeep) -> Result<ConversationUse, CallError> {
+        let namespace = self.opened(keep.namespace)?;
+        let WireKeep { conversation, rule, .. } = keep;
+        match self.ask(Request::Keep { namespace, conversation, rule }).await? {
+            Reply::Conversation(held) => Ok(held),
             _ => Err(odd_reply()),
         }
     }
@@ -361,7 +370,7 @@ impl Service {
         codecs
     }
 
-    async fn do_drain(&self) -> Result<Drained, CallError> {
+    async fn do_drain(&self, deadline_ms: u64) -> Result<Drained, CallError> {
         let caller = &self.session.caller;
         if !caller.operator {
             let text = format!("only operators may drain; add {} to `admin.uids`", caller.uid);
@@ -369,9 +378,10 @@ impl Service {
         }
         self.app.set_draining();
         tracing::info!(client = %self.session.name, "an operator asked for a drain");
-        match self.ask(Request::Drain).await? {
-            Reply::Drained { blocks_written, blocks_lost } => {
-                Ok(Drained { blocks_written, blocks_lost })
+        match self.ask(Request::Drain { deadline_ms: Some(deadline_ms) }).await? {
+            Reply::Drained(drained) => {
+                drain::report(&drained);
+                Ok(drained)
             }
             _ => Err(odd_reply()),
         }
@@ -601,6 +611,11 @@ impl Kvtide for Service {
         self.done(result)
     }
 
+    async fn keep(self, _: Context, keep: WireKeep) -> Result<ConversationUse, CallError> {
+        self.called("keep");
+        self.done(self.do_keep(keep).await)
+    }
+
     async fn inspect(self, _: Context, query: WireInspect) -> Result<InspectPage, CallError> {
         self.called("inspect");
         self.done(self.do_inspect(query).await)
@@ -622,8 +637,8 @@ impl Kvtide for Service {
         Ok(self.app.visible(&self.session.caller))
     }
 
-    async fn drain(self, _: Context) -> Result<Drained, CallError> {
+    async fn drain(self, _: Context, deadline_ms: u64) -> Result<Drained, CallError> {
         self.called("drain");
-        self.done(self.do_drain().await)
+        self.done(self.do_drain(deadline_ms).await)
     }
 }

@@ -292,7 +292,7 @@ async fn changes_reach_nothing(victim: &Tenant, intruder: &Tenant, lease: LeaseI
     let last = keys.last().copied().unwrap();
     assert_eq!(stub.report_bad(soon(), prefix(own, &[last])).await.unwrap(), Ok(0));
     assert_eq!(stub.release(soon(), vec![lease]).await.unwrap(), Ok(0));
-    assert_not_allowed(stub.drain(soon()).await.unwrap());
+    assert_not_allowed(stub.drain(soon(), 0).await.unwrap());
 }
 
 /// Inspect, show (inspect by key), namespaces, stats, status.

@@ -12,8 +12,8 @@ use kvtide_tiers::block::{
     BlockKey, ElementType, GpuOrder, GpuUuid, NamespaceId, Plane, RegionLayout,
 };
 use kvtide_tiers::catalog::{
-    CatalogStats, CodecChoice, Hints, LoadBlock, NamespaceInfo, Outcome, PrefixQuery, RegionId,
-    Reply, Request, SessionId, StoreBlock, TenantId, TicketId, Tier,
+    CatalogStats, CodecChoice, Drained, Hints, LoadBlock, NamespaceInfo, Outcome, PrefixQuery,
+    RegionId, Reply, Request, SessionId, StoreBlock, TenantId, TicketId, Tier,
 };
 use kvtide_tiers::io::{RingChoice, SharedMemory};
 use kvtide_tiers::movement::{
@@ -211,8 +211,8 @@ impl Engine {
     }
 
     fn drain(&self) {
-        let drained = self.ask(Request::Drain);
-        assert!(matches!(drained, Reply::Drained { blocks_lost: 0, .. }), "{drained:?}");
+        let drained = self.ask(Request::Drain { deadline_ms: None });
+        assert!(matches!(drained, Reply::Drained(Drained { blocks_lost: 0, .. })), "{drained:?}");
     }
 }
 

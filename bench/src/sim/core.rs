@@ -423,6 +423,7 @@ impl Core {
             Action::Read { op, .. } => Event::Read { op, result: Ok(()) },
             Action::Encode { op, .. } => Event::Encoded { op, result: None, trial: None },
             Action::Write { op, .. } => Event::Written { op, result: Ok(()) },
+            Action::Sync { op } => Event::Synced { op, result: Ok(()) },
             Action::OpenSegment { segment, .. } => Event::SegmentOpened { segment, result: Ok(()) },
             Action::EraseDescriptor { segment, sequence, index } => {
                 Event::Erased { segment, sequence, index, result: Ok(()) }
@@ -434,6 +435,7 @@ impl Core {
             | Action::VoidSegment { .. }
             | Action::RetireNamespace { .. }
             | Action::QuarantineSegment { .. }
+            | Action::Degraded { .. }
             | Action::TierOffline { .. } => return,
         };
         self.events.push_back(done);
@@ -469,6 +471,7 @@ fn config(policy: &str, host_bytes: u64, slab_bytes: u32) -> anyhow::Result<Cata
         weigh_cost: false,
         devices: Vec::new(),
         nvme: None,
+        quotas: Vec::new(),
         // Paths may be longer than what a client may ask at once.
         limits: Limits { keys_per_call: 1 << 20, ..Limits::default() },
         arbiter: ArbiterConfig::default(),

@@ -62,7 +62,7 @@ pub(crate) enum Command {
     },
     /// Stop admitting blocks, and write what is only in RAM to nvme
     Drain {
-        /// Stop waiting after this time; the daemon goes on
+        /// Write for so long at most; what is hottest goes first
         #[arg(long, value_name = "TIME", default_value = "60s", value_parser = duration)]
         deadline: Duration,
     },

@@ -3,7 +3,7 @@
 use std::io::{self, BufRead, IsTerminal, Write};
 use std::time::Duration;
 
-use kvtide_client::{ForgetWhat, Inspect, PinId};
+use kvtide_client::{Drained, ForgetWhat, Inspect, PinId};
 use serde::Serialize;
 
 use super::args::{Forget, ForgetWhat as Asked, Pin};
@@ -11,7 +11,7 @@ use super::error::CliError;
 use super::namespaces;
 use super::out::Out;
 use super::remote::Remote;
-use crate::units::{count, span};
+use crate::units::{bytes, count, span};
 
 #[derive(Serialize)]
 struct Forgotten {
@@ -28,12 +28,6 @@ struct PinnedOut {
 #[derive(Serialize)]
 struct Unpinned {
     blocks: u64,
-}
-
-#[derive(Serialize)]
-struct DrainedOut {
-    blocks_written: u64,
-    blocks_lost: u64,
 }
 
 pub(crate) fn forget(args: &Forget, remote: &Remote, out: Out) -> Result<(), CliError> {
@@ -110,19 +104,61 @@ pub(crate) fn unpin(pin: u64, remote: &Remote, out: Out) -> Result<(), CliError>
 }
 
 pub(crate) fn drain(deadline: Duration, remote: &Remote, out: Out) -> Result<(), CliError> {
+    if !out.json
+        && let Some(catalog) = remote.stats()?.catalog
+    {
+        eprintln!(
+            "{} blocks ({}) are only in RAM; writing the hottest of them for {} at most",
+            count(catalog.dirty_blocks),
+            bytes(catalog.dirty_bytes),
+            span(deadline)
+        );
+    }
     let drained = remote.drain(deadline)?;
-    let done =
-        DrainedOut { blocks_written: drained.blocks_written, blocks_lost: drained.blocks_lost };
-    out.emit(&done, |done| {
-        let mut text = format!("drained: {} blocks written to nvme\n", count(done.blocks_written));
-        if done.blocks_lost > 0 {
-            text.push_str(&format!(
-                "{} blocks could not be written and will be lost with the daemon; \
-                 see `kvtide status` for the state of nvme\n",
-                count(done.blocks_lost)
-            ));
-        }
-        text
-    })?;
-    if done.blocks_lost > 0 { Err(CliError::Found) } else { Ok(()) }
+    out.emit(&drained, drained_text)
+}
+
+fn drained_text(drained: &Drained) -> String {
+    let mut text = format!(
+        "drained: of {} blocks ({}) only in RAM, {} ({}) were written to nvme\n\
+         a restart finds {} blocks ({}) on nvme\n",
+        count(drained.blocks_before),
+        bytes(drained.bytes_before),
+        count(drained.blocks_written),
+        bytes(drained.bytes_written),
+        count(drained.blocks_on_nvme),
+        bytes(drained.bytes_on_nvme),
+    );
+    if drained.blocks_lost > 0 {
+        text.push_str(&format!(
+            "{} blocks ({}), the coldest ones, are only in RAM still: they will be lost with the \
+             daemon, unless the next one takes its RAM over (see `kvtide status`)\n",
+            count(drained.blocks_lost),
+            bytes(drained.bytes_lost),
+        ));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_drain_says_what_was_what_is_and_what_would_be_lost() {
+        let mut drained = Drained {
+            blocks_before: 1000,
+            bytes_before: 64 << 20,
+            blocks_written: 1000,
+            bytes_written: 64 << 20,
+            blocks_on_nvme: 1200,
+            bytes_on_nvme: 75 << 20,
+            ..Drained::default()
+        };
+        let text = drained_text(&drained);
+        assert!(text.contains("of 1,000 blocks (64.0 MiB) only in RAM"), "{text}");
+        assert!(text.contains("finds 1,200 blocks") && !text.contains("lost"), "{text}");
+        (drained.blocks_lost, drained.bytes_lost) = (7, 7 << 16);
+        assert!(drained_text(&drained).contains("7 blocks (448.0 KiB), the coldest"));
+    }
 }

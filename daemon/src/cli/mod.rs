@@ -11,6 +11,7 @@ mod fsck;
 mod ls;
 mod namespaces;
 mod out;
+mod quotas;
 mod remote;
 mod show;
 mod stats;

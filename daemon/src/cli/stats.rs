@@ -8,6 +8,7 @@ use kvtide_client::{CatalogStats, StatsReply, TenantStats};
 use super::args::Stats;
 use super::error::CliError;
 use super::out::{Out, print};
+use super::quotas;
 use super::remote::Remote;
 use super::table::{Align, Table, pairs};
 use super::worth;
@@ -58,6 +59,11 @@ fn text(stats: &StatsReply) -> String {
         out.push('\n');
     }
     out.push_str(&tenants_text(&stats.tenants));
+    let held = quotas::table(&stats.owners);
+    if !held.is_empty() {
+        out.push('\n');
+        out.push_str(&held);
+    }
     out
 }
 
@@ -234,7 +240,7 @@ mod tests {
             missed: vec![(MissReason::Absent, 3), (MissReason::Checksum, 0)],
             ..CatalogStats::default()
         };
-        StatsReply { catalog: Some(catalog), tenants: vec![tenant], service: None }
+        StatsReply { catalog: Some(catalog), tenants: vec![tenant], ..StatsReply::default() }
     }
 
     #[test]

@@ -3,11 +3,14 @@
 use std::time::Duration;
 
 use kvtide_client::{Codec, GpuStatus, StatsReply, StatusReport};
-use kvtide_tiers::catalog::{CodecReport, CodecWhy, OfflineReason, TierUse};
+use kvtide_tiers::catalog::{
+    CodecReport, CodecWhy, LadderReport, OfflineReason, Signal, Step, TierUse,
+};
 use serde::Serialize;
 
 use super::error::CliError;
 use super::out::Out;
+use super::quotas;
 use super::remote::Remote;
 use super::table::{Align, Table, pairs};
 use super::worth;
@@ -32,11 +35,14 @@ fn text(status: &StatusReport, stats: &StatsReply) -> String {
         ("socket", status.socket.clone()),
         ("store", status.store.clone()),
         ("you are", format!("tenant {}, operator: {}", status.tenant, yes(status.operator))),
-        ("draining", yes(status.draining).to_owned()),
+        ("draining", draining(status.draining)),
         ("sessions", count(status.sessions)),
         ("tenants", list(&status.tenants)),
         ("shared", list(&status.shared)),
     ]);
+    if let Some(catalog) = &stats.catalog {
+        out.push_str(&ladder(&catalog.ladder));
+    }
     let mut table = Table::new(&[
         ("TIER", Align::Left),
         ("CAPACITY", Align::Right),
@@ -64,6 +70,11 @@ fn text(status: &StatusReport, stats: &StatsReply) -> String {
     out.push_str(&format!("\nRAM tier: {}\n", status.host_kept));
     if let Some(catalog) = catalog {
         out.push_str(&worth::short(catalog));
+    }
+    let held = quotas::table(&stats.owners);
+    if !held.is_empty() {
+        out.push('\n');
+        out.push_str(&held);
     }
     if !status.codecs.is_empty() {
         out.push_str("\ncodecs on nvme:\n");
@@ -104,6 +115,27 @@ fn codec(report: &CodecReport) -> String {
         }
     };
     format!("namespace {}: {name} ({}): {why}", report.namespace.0, report.choice.name())
+}
+
+/// The step of the degradation ladder, and what led to it.
+fn ladder(report: &LadderReport) -> String {
+    let LadderReport { step, for_ms, why, pressure, .. } = *report;
+    let signals = Signal::ALL.map(|signal| format!("{} {} %", signal.name(), pressure.of(signal)));
+    let state = match step {
+        Step::Normal => "none".to_owned(),
+        step => {
+            let span = span(Duration::from_millis(for_ms));
+            format!("{} for {span}, because of {}", step.name(), why.name())
+        }
+    };
+    pairs(&[("degradation", format!("{state} (pressure: {})", signals.join(", ")))])
+}
+
+fn draining(is: bool) -> String {
+    match is {
+        true => "yes: nothing new is stored; send new conversations to other nodes".to_owned(),
+        false => "no".to_owned(),
+    }
 }
 
 fn list(names: &[String]) -> String {
@@ -177,6 +209,21 @@ mod tests {
         assert!(text.contains("50.0 %"), "{text}");
         assert!(text.contains("7, up 1 min 01 s"), "{text}");
         assert!(text.contains("- nvme: recovered 3 segments"), "{text}");
+    }
+
+    #[test]
+    fn a_step_of_the_ladder_says_why_and_for_how_long() {
+        let report = LadderReport {
+            step: Step::NoColdSpill,
+            for_ms: 12_000,
+            why: Signal::Nvme,
+            pressure: kvtide_tiers::catalog::Pressure { nvme: 83, ..Default::default() },
+            ..LadderReport::default()
+        };
+        let text = ladder(&report);
+        assert!(text.contains("no spill of cold blocks for 12.0 s, because of nvme"), "{text}");
+        assert!(text.contains("nvme 83 %"), "{text}");
+        assert!(ladder(&LadderReport::default()).contains("none (pressure"), "{text}");
     }
 
     #[test]

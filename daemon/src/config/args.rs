@@ -57,6 +57,9 @@ pub struct Args {
     /// Fail this part of all device operations on purpose (0 to 1). For tests only.
     #[arg(long, value_name = "RATE", hide = true)]
     pub fault_rate: Option<f64>,
+    /// Hold every device operation back for up to so many milliseconds. For tests only.
+    #[arg(long, value_name = "MS", hide = true)]
+    pub fault_delay_ms: Option<u32>,
     /// Seed of the faults.
     #[arg(long, value_name = "SEED", hide = true, default_value_t = 1)]
     pub fault_seed: u64,

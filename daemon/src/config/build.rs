@@ -6,7 +6,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use kvtide_tiers::catalog::{CodecChoice, PolicyChoice, PrefillConfig, TenantId};
+use kvtide_tiers::catalog::{CodecChoice, OwnerQuotas, PolicyChoice, PrefillConfig, TenantId};
 use kvtide_tiers::segment::{BLOCK_BYTES_MIN_DEFAULT, SEGMENT_BYTES_RANGE, StoreGeometry};
 
 use super::device::{DeviceSettings, POOL_BYTES_ALLOWED, pool_bytes_allowed};
@@ -220,10 +220,12 @@ impl Build<'_> {
             );
             self.problem_at(line, "--nvme-bytes", what, allowed);
         }
-        let fault = self
-            .args
-            .fault_rate
-            .map(|rate| FaultSettings { rate: rate.clamp(0.0, 1.0), seed: self.args.fault_seed });
+        let (rate, delay_ms) = (self.args.fault_rate, self.args.fault_delay_ms);
+        let fault = (rate.is_some() || delay_ms.is_some()).then(|| FaultSettings {
+            rate: rate.unwrap_or(0.0).clamp(0.0, 1.0),
+            delay_ms,
+            seed: self.args.fault_seed,
+        });
         let queue_depth = depth.and_then(|depth| u32::try_from(depth).ok());
         Some(NvmeSettings {
             bytes,
@@ -343,13 +345,14 @@ impl Build<'_> {
                 }
             }
             let (uids, gids) = (tenant.uids, tenant.gids);
-            let (name, codec) = (tenant.name, tenant.codec);
-            list.push(Tenant { id: TenantId(id), name, uids, gids, codec });
+            let (name, codec, quotas) = (tenant.name, tenant.codec, tenant.quotas);
+            list.push(Tenant { id: TenantId(id), name, uids, gids, codec, quotas });
         }
         if !configured {
             let (uids, gids) = (vec![0, own_uid], Vec::new());
             let name = DEFAULT_TENANT.to_owned();
-            list.push(Tenant { id: TenantId(0), name, uids, gids, codec: CodecChoice::Raw });
+            let (codec, quotas) = (CodecChoice::Raw, OwnerQuotas::default());
+            list.push(Tenant { id: TenantId(0), name, uids, gids, codec, quotas });
         }
         let mut spaces: Vec<SharedSpace> = Vec::new();
         for (space, id) in shared.into_iter().zip(u32::try_from(list.len()).unwrap_or(0)..) {
@@ -365,8 +368,8 @@ impl Build<'_> {
                 let what = format!("shared \"{}\" is there twice", space.name);
                 self.reader.problem(space.line, what, "give each its own name");
             }
-            let (name, tenants) = (space.name, space.tenants);
-            spaces.push(SharedSpace { id: TenantId(id), name, tenants });
+            let (name, tenants, quotas) = (space.name, space.tenants, space.quotas);
+            spaces.push(SharedSpace { id: TenantId(id), name, tenants, quotas });
         }
         Tenants { list, shared: spaces, admins, own_uid, configured }
     }

@@ -3,11 +3,14 @@
 
 use std::path::PathBuf;
 
-use kvtide_tiers::catalog::{ArbiterConfig, CodecChoice, Limits, PolicyChoice, PrefillConfig};
+use kvtide_tiers::catalog::{
+    ArbiterConfig, CodecChoice, Limits, OwnerQuotas, PolicyChoice, PrefillConfig,
+};
 use kvtide_tiers::segment::SEGMENT_BYTES_RANGE;
 
 use super::args::LogFormat;
 use super::device::read_device;
+use super::quota::read_quotas;
 use super::read::{Found, Reader, Section};
 use super::worth::{WEIGHT_MAX, read_arbiter, read_prefill};
 use super::{DeviceSettings, HostKeep, MetricsAddress, NvmeIo, ServiceLimits};
@@ -58,12 +61,14 @@ pub(super) struct FileTenant {
     pub(super) gids: Vec<u32>,
     pub(super) codec: CodecChoice,
     pub(super) weight: u32,
+    pub(super) quotas: OwnerQuotas,
 }
 
 pub(super) struct FileShared {
     pub(super) line: usize,
     pub(super) name: String,
     pub(super) tenants: Vec<String>,
+    pub(super) quotas: OwnerQuotas,
 }
 
 /// Reads all keys; problems are left in the reader.
@@ -234,26 +239,29 @@ fn read_tenant(reader: &mut Reader<'_>, mut section: Section<'_, '_>) -> Option<
     let codec = section.choice(reader, "codec", &codecs).map(|found| found.value);
     let weight = section.number(reader, "weight", 1..=WEIGHT_MAX);
     let weight = weight.and_then(|found| u32::try_from(found.value).ok()).unwrap_or(1);
+    let quotas = read_quotas(reader, &mut section);
     section.finish(reader);
     let name = name?;
     if uids.is_empty() && gids.is_empty() {
         let what = format!("tenant \"{name}\" has no users");
         reader.problem(line, what, "give it `uids` or `gids`");
     }
-    Some(FileTenant { line, name, uids, gids, codec: codec.unwrap_or_default(), weight })
+    let codec = codec.unwrap_or_default();
+    Some(FileTenant { line, name, uids, gids, codec, weight, quotas })
 }
 
 fn read_shared(reader: &mut Reader<'_>, mut section: Section<'_, '_>) -> Option<FileShared> {
     let line = section.line;
     let name = read_name(reader, &mut section);
     let tenants = section.texts(reader, "tenants").map(|found| found.value).unwrap_or_default();
+    let quotas = read_quotas(reader, &mut section);
     section.finish(reader);
     let name = name?;
     if tenants.is_empty() {
         let what = format!("shared namespace \"{name}\" has no tenants");
         reader.problem(line, what, "name the tenants that may open it in `tenants`");
     }
-    Some(FileShared { line, name, tenants })
+    Some(FileShared { line, name, tenants, quotas })
 }
 
 fn read_name(reader: &mut Reader<'_>, section: &mut Section<'_, '_>) -> Option<String> {

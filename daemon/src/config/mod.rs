@@ -7,6 +7,7 @@ mod build;
 mod device;
 mod file;
 mod machine;
+mod quota;
 mod read;
 mod tenants;
 mod worth;
@@ -121,6 +122,8 @@ pub enum NvmeIo {
 pub struct FaultSettings {
     /// Part of the operations that fail, 0 to 1.
     pub rate: f64,
+    /// Longest time for which every operation is held back, milliseconds.
+    pub delay_ms: Option<u32>,
     /// Seed of their order.
     pub seed: u64,
 }

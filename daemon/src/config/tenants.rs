@@ -1,6 +1,6 @@
 //! Which user is which tenant, and who may see all of them.
 
-use kvtide_tiers::catalog::{CodecChoice, TenantId};
+use kvtide_tiers::catalog::{CodecChoice, OwnerQuotas, TenantId};
 
 /// Name of the only tenant where the configuration has none.
 pub const DEFAULT_TENANT: &str = "default";
@@ -18,6 +18,8 @@ pub struct Tenant {
     pub gids: Vec<u32>,
     /// How its blocks are written to nvme.
     pub codec: CodecChoice,
+    /// What it, and each of its conversations, may hold. Default: no limits.
+    pub quotas: OwnerQuotas,
 }
 
 /// A namespace name under which several tenants share blocks.
@@ -29,6 +31,8 @@ pub struct SharedSpace {
     pub name: String,
     /// Names of the tenants that may open it.
     pub tenants: Vec<String>,
+    /// What it, and each conversation in it, may hold. Default: no limits.
+    pub quotas: OwnerQuotas,
 }
 
 impl SharedSpace {
@@ -90,6 +94,12 @@ impl Tenants {
         tenant.map(|tenant| tenant.name.clone()).or_else(|| shared().map(SharedSpace::owner))
     }
 
+    /// The quotas of tenants and shared spaces, by number.
+    pub fn quotas(&self) -> Vec<(TenantId, OwnerQuotas)> {
+        let tenants = self.list.iter().map(|tenant| (tenant.id, tenant.quotas));
+        tenants.chain(self.shared.iter().map(|space| (space.id, space.quotas))).collect()
+    }
+
     /// The number and codec for blocks that the folder's table has under `owner`.
     pub fn owner(&self, owner: &str) -> Option<(TenantId, CodecChoice)> {
         if let Some(tenant) = self.list.iter().find(|tenant| tenant.name == owner) {
@@ -124,6 +134,7 @@ mod tests {
             uids: uids.into(),
             gids: gids.into(),
             codec: CodecChoice::Raw,
+            quotas: OwnerQuotas::default(),
         };
         let tenants = Tenants {
             list: vec![tenant(0, "a", &[], &[100]), tenant(1, "b", &[7], &[])],

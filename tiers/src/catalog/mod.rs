@@ -5,10 +5,14 @@
 mod advice;
 #[cfg(feature = "store")]
 mod core;
+mod ladder;
+mod quota;
 mod request;
 
 pub use advice::*;
 
 #[cfg(feature = "store")]
 pub use self::core::*;
+pub use ladder::*;
+pub use quota::*;
 pub use request::*;

@@ -5,6 +5,8 @@ use serde::{Deserialize, Serialize};
 use super::advice::{
     Advice, GrantId, PrefillAnswer, PrefillAsk, PrefillReport, PrefillStats, TierWorth, Withheld,
 };
+use super::ladder::LadderReport;
+use super::quota::*;
 use crate::block::{BlockKey, Codec, NamespaceId};
 
 /// Monotonic time of the caller, microseconds from an arbitrary start.
@@ -224,12 +226,25 @@ pub enum Request {
     },
     /// A page of the block table.
     Inspect(InspectQuery),
+    /// Which blocks a conversation loses first when it is over its quota.
+    Keep {
+        /// The namespace.
+        namespace: NamespaceId,
+        /// The number given at `Store`.
+        conversation: u64,
+        /// The rule.
+        rule: KeepRule,
+    },
     /// Counters and gauges.
     Stats,
     /// The codecs of namespaces that are not simply written raw.
     Codecs,
-    /// Stop admitting, write all dirty blocks down, hottest first; answered when done.
-    Drain,
+    /// Stop admitting, write all dirty blocks down, hottest first; answered when that is done, or
+    /// when no more can be written in time.
+    Drain {
+        /// How long it may take, milliseconds; `None` for as long as it takes.
+        deadline_ms: Option<u64>,
+    },
     /// A prefill was done. Answered with 1 if it was learned from, otherwise 0.
     ReportPrefill(PrefillReport),
     /// May a prefill begin?
@@ -299,23 +314,41 @@ pub enum Reply {
     Count(u64),
     /// To `Inspect`.
     Inspect(InspectPage),
+    /// To `Keep`: what the conversation holds.
+    Conversation(ConversationUse),
     /// To `Stats`.
     Stats(Box<CatalogStats>),
     /// To `Codecs`, by number.
     Codecs(Vec<CodecReport>),
     /// To `Drain`, once it is done.
-    Drained {
-        /// Blocks written down by the drain.
-        blocks_written: u64,
-        /// Dirty blocks that could not be written and would be lost.
-        blocks_lost: u64,
-    },
+    Drained(Drained),
     /// To `AdmitPrefill`.
     Prefill(PrefillAnswer),
     /// A limit is reached; ask again later.
     Busy(Limit),
     /// The request cannot be done, whoever asks and whenever.
     Refused(Refusal),
+}
+
+/// What a drain came to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Drained {
+    /// Blocks that were in memory only when it began.
+    pub blocks_before: u64,
+    /// Their bytes.
+    pub bytes_before: u64,
+    /// Blocks written to nvme since.
+    pub blocks_written: u64,
+    /// Bytes written.
+    pub bytes_written: u64,
+    /// Blocks that are in memory only now: lost, unless the next daemon takes the memory over.
+    pub blocks_lost: u64,
+    /// Their bytes.
+    pub bytes_lost: u64,
+    /// Blocks on nvme: what the next start finds there.
+    pub blocks_on_nvme: u64,
+    /// Their bytes.
+    pub bytes_on_nvme: u64,
 }
 
 /// Which limit a `Busy` names.
@@ -336,6 +369,8 @@ pub enum Limit {
     Regions,
     /// The daemon is draining.
     Draining,
+    /// Service is given up in steps, and this one is not given now: see `kvtide status`.
+    Pressure,
 }
 
 /// Why a request is refused.
@@ -371,6 +406,8 @@ pub struct LookupReply {
     pub runs: Vec<Run>,
     /// What to load of it.
     pub advice: Advice,
+    /// What the conversation lost to its quota, when the run ends where that was.
+    pub dropped: Option<Box<Dropped>>,
 }
 
 /// Consecutive blocks in the same tier and state.
@@ -451,6 +488,10 @@ pub enum RejectReason {
     Gone,
     /// An element is infinite or not a number, and the block was to be kept in 8 bits.
     NotFinite,
+    /// The tenant is at its hard quota, and none of its own blocks may leave for this one.
+    TenantQuota,
+    /// The same for the conversation, by the rule that the client declared.
+    ConversationQuota,
 }
 
 /// What the operator wants blocks to be written to nvme as.
@@ -603,6 +644,8 @@ pub struct CatalogStats {
     pub blocks: u64,
     /// Blocks in GPU memory or host RAM that have no copy on nvme.
     pub dirty_blocks: u64,
+    /// Bytes of those in host RAM.
+    pub dirty_bytes: u64,
     /// Sessions connected.
     pub sessions: u64,
     /// Regions registered.
@@ -651,4 +694,12 @@ pub struct CatalogStats {
     pub withheld: Vec<Withheld>,
     /// Prefills.
     pub prefill: PrefillStats,
+    /// What each tenant and shared namespace holds, by number.
+    pub owners: Vec<OwnerUse>,
+    /// How far service is given up under pressure, and why.
+    pub ladder: LadderReport,
+    /// Bytes of cold blocks that were not written to nvme under pressure.
+    pub not_spilled_bytes: u64,
+    /// Blocks dropped from host RAM under pressure.
+    pub dropped_under_pressure: u64,
 }

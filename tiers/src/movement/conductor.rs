@@ -305,6 +305,10 @@ impl Conductor {
             }
             Action::QuarantineSegment { segment } => self.copy(Job::Quarantine { segment }),
             Action::RetireNamespace { namespace } => self.copy(Job::Retire { namespace }),
+            Action::Degraded { from, to, why, pressure } => {
+                let (from, to, percent) = (from.name(), to.name(), pressure.of(why));
+                tracing::warn!(from, to, why = why.name(), percent, "a step of the ladder");
+            }
             Action::TierOffline { tier, gpu, reason } => {
                 let (tier, gpu) = (tier.name(), gpu.map(|gpu| gpu.0));
                 tracing::error!(tier, gpu, ?reason, "a tier is off until the next start");
@@ -458,6 +462,7 @@ impl Conductor {
                 NvmeJob::Open { segment, sequence, header }
             }
             Action::SealSegment { segment } => NvmeJob::Seal { segment },
+            Action::Sync { op } => NvmeJob::Sync { op: op.0 },
             Action::EraseDescriptor { segment, sequence, index } => {
                 NvmeJob::Erase { segment, sequence, index }
             }
@@ -475,6 +480,7 @@ fn failure_of(action: &Action) -> Option<Event> {
         Action::OpenSegment { segment, .. } => {
             Some(Event::SegmentOpened { segment: *segment, result: Err(error) })
         }
+        Action::Sync { op } => Some(Event::Synced { op: *op, result: Err(error) }),
         Action::SealSegment { segment } => Some(Event::CommitFailed { segment: *segment, error }),
         Action::EraseDescriptor { segment, sequence, index } => Some(Event::Erased {
             segment: *segment,

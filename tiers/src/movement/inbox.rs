@@ -58,7 +58,7 @@ fn is_brief(request: &Request) -> bool {
             | Request::Inspect(_)
             | Request::Stats
             | Request::Codecs
-            | Request::Drain
+            | Request::Drain { .. }
     )
 }
 

@@ -20,7 +20,9 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::block::NamespaceId;
-use crate::catalog::{ArbiterConfig, Limits, PolicyChoice, PrefillConfig, slab_bytes_for};
+use crate::catalog::{
+    ArbiterConfig, Limits, OwnerQuotas, PolicyChoice, PrefillConfig, TenantId, slab_bytes_for,
+};
 use crate::io::fault::{FaultConfig, FaultCounts};
 use crate::io::{ArenaFiles, BlockDevice, PageKind, RingChoice, RingReport};
 use crate::segment::{RecoveryReport, StoreGeometry};
@@ -47,6 +49,8 @@ pub struct NodeConfig {
     pub nvme: Option<NvmeConfig>,
     /// Threads that copy and check host bytes. Default: half of the cores, at least 1, at most 8.
     pub copy_threads: usize,
+    /// What tenants and their conversations may hold. Default: no limits.
+    pub quotas: Vec<(TenantId, OwnerQuotas)>,
     /// What clients may hold.
     pub limits: Limits,
     /// Which tiers are worth it.
@@ -90,6 +94,7 @@ impl NodeConfig {
             weigh_cost: false,
             nvme: None,
             copy_threads: (cores / 2).clamp(1, 8),
+            quotas: Vec::new(),
             limits: Limits::default(),
             arbiter: ArbiterConfig::default(),
             prefill: PrefillConfig::default(),

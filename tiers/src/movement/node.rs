@@ -326,6 +326,7 @@ fn catalog_config(config: &NodeConfig, bytes: u64, nvme: Option<&OpenedNvme>) ->
             .map(|device| DeviceShape::of(device.pool_bytes, config.host.slab()))
             .collect(),
         nvme: nvme.map(|opened| opened.shape.clone()),
+        quotas: config.quotas.clone(),
         limits: config.limits,
         arbiter: config.arbiter,
         prefill: config.prefill.clone(),
@@ -459,7 +460,13 @@ fn device_done(done: NvmeDone, signals: &Sender<Signal>, reads: &Reads, pool: &P
             tracing::error!(why, "the nvme device is gone");
             Event::CommitFailed { segment: 0, error: OpError::DeviceGone }
         }
-        NvmeDone::Sealed { .. } | NvmeDone::Synced { .. } => return,
+        NvmeDone::Synced { op, result } => {
+            if let Err(error) = &result {
+                tracing::warn!(%error, "cannot make all that was written to nvme durable");
+            }
+            Event::Synced { op: OpId(op), result: result.map_err(op_error) }
+        }
+        NvmeDone::Sealed { .. } => return,
     };
     drop(signals.send(Signal::Event(event)));
 }

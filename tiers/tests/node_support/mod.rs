@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use kvtide_tiers::block::{BlockKey, ElementType, NamespaceId, RegionLayout};
 use kvtide_tiers::catalog::{
-    CatalogStats, CodecChoice, Hints, LoadBlock, LookupReply, NamespaceInfo, Outcome, PrefixQuery,
-    RegionId, Reply, Request, SessionId, StoreBlock, TenantId, TicketId,
+    CatalogStats, CodecChoice, Drained, Hints, LoadBlock, LookupReply, NamespaceInfo, Outcome,
+    PrefixQuery, RegionId, Reply, Request, SessionId, StoreBlock, TenantId, TicketId,
 };
 use kvtide_tiers::io::{Region, RingChoice, SharedMemory};
 use kvtide_tiers::movement::{Node, NodeConfig, NodeHandle, NvmeConfig};
@@ -173,6 +173,7 @@ impl Client {
     }
 
     pub fn drain(&self) {
-        assert!(matches!(self.ask(Request::Drain), Reply::Drained { blocks_lost: 0, .. }));
+        let drained = self.ask(Request::Drain { deadline_ms: None });
+        assert!(matches!(drained, Reply::Drained(Drained { blocks_lost: 0, .. })), "{drained:?}");
     }
 }

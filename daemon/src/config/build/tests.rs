@@ -218,3 +218,33 @@ fn a_file_that_is_not_there_is_named() {
     let error = Config::load(&args).unwrap_err().to_string();
     assert!(error.starts_with("/no/such/file.toml: cannot read the configuration"), "{error}");
 }
+
+#[test]
+fn quotas_are_read_for_tenants_and_shared_namespaces() {
+    let text = r#"
+        [[tenant]]
+        name = "a"
+        uids = [1]
+        [tenant.quota]
+        host_soft = "1GiB"
+        host_hard = "2GiB"
+        [tenant.conversation_quota]
+        nvme_hard = "64MiB"
+        [[shared]]
+        name = "personas"
+        tenants = ["a"]
+        [shared.quota]
+        device_hard = "8MiB"
+    "#;
+    let config = load_text(text, &[]).unwrap();
+    let quotas = config.tenants.quotas();
+    let (tenant, shared) = (quotas[0].1, quotas[1].1);
+    assert_eq!((tenant.all.host.soft, tenant.all.host.hard), (Some(1 << 30), Some(2 << 30)));
+    assert_eq!(tenant.conversation.nvme.hard, Some(64 << 20));
+    assert_eq!((shared.all.device.hard, shared.all.host.hard), (Some(8 << 20), None));
+    let wrong = "[[tenant]]\nname = \"a\"\nuids = [1]\n[tenant.quota]\nhost_soft = \"2GiB\"\n\
+                 host_hard = \"1GiB\"\n";
+    let said = only(wrong);
+    assert!(said.contains("`host_soft` is 2 GiB, above `host_hard` with 1 GiB"), "{said}");
+    assert!(only(&wrong.replace("soft", "sofd")).contains("did you mean `host_soft`?"));
+}

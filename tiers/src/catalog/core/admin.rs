@@ -137,6 +137,7 @@ impl Catalog {
             nvme: nvme.unwrap_or(off),
             blocks: self.table.len() as u64,
             dirty_blocks: (self.host.dirty.len() + device_only) as u64,
+            dirty_bytes: self.host.dirty_bytes,
             sessions: self.clients.sessions.len() as u64,
             regions: self.clients.regions.len() as u64,
             leases: self.clients.leases.len() as u64,
@@ -164,6 +165,10 @@ impl Catalog {
             worth: self.arbiter.worth(),
             withheld: self.arbiter.withheld(self.now),
             prefill: self.prefill_stats(),
+            owners: self.quotas.uses(),
+            ladder: self.ladder.report(self.now),
+            not_spilled_bytes: counters.not_spilled_bytes,
+            dropped_under_pressure: counters.dropped_under_pressure,
         }
     }
 }

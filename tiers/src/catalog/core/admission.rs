@@ -138,7 +138,7 @@ impl Catalog {
         admitted
     }
 
-    fn refuse_write(&mut self, index: u32) {
+    pub(super) fn refuse_write(&mut self, index: u32) {
         let block = self.table.get_mut(index);
         block.set_refused(true);
         let bytes = slot_bytes(block);

@@ -1,6 +1,7 @@
 //! What an earlier daemon left in host RAM, taken over before any event.
 
 use super::Catalog;
+use super::request::Tier;
 use super::slot_tier::use_of;
 use super::slots::SlotId;
 use super::table::{HostCopy, NewBlock};
@@ -35,6 +36,7 @@ impl Catalog {
                     && descriptor.codec == Codec::Raw;
                 if let Some(index) = fits.then(|| self.adopt_block(descriptor)).flatten() {
                     self.table.get_mut(index).host = HostCopy::Resident { slot: *slot, users: 0 };
+                    self.charge(index, Tier::Host);
                     owners.push((*slot, index));
                 }
             }

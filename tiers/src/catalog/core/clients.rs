@@ -10,6 +10,8 @@ pub(crate) struct Session {
     pub(crate) tenant: TenantId,
     pub(crate) regions: HashSet<RegionId>,
     pub(crate) leases: HashSet<LeaseId>,
+    /// Lookups with a lease so far.
+    pub(crate) lookups: u64,
     pub(crate) tickets: usize,
 }
 

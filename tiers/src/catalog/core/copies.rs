@@ -8,7 +8,7 @@ use super::codecs::ReadClock;
 use super::dirty::Dirty;
 use super::event::{Action, CatalogConfig, NvmeShape, SlotPlace};
 use super::flow::Waiter;
-use super::request::{MissReason, OfflineReason, Outcome};
+use super::request::{MissReason, OfflineReason, Outcome, Tier};
 use super::reuse::RequestId;
 use super::segments::Segments;
 use super::slot_tier::{Home, Leave, SlotTier, View, use_of};
@@ -108,6 +108,7 @@ impl Catalog {
         block.use_at(now, tick);
         block.set_request(request);
         self.offer_again(index);
+        self.touch_quota(index);
         let how = use_of(&self.table, &self.reuse, index, fresh);
         let block = self.table.get(index);
         let (bytes, host, device) = (block.raw_bytes, block.host, block.device);
@@ -135,6 +136,9 @@ impl Catalog {
     pub(crate) fn take_slot(&mut self, home: Home, index: u32) -> Option<SlotId> {
         let bytes = self.table.get(index).raw_bytes;
         let class = self.slot_tier(home)?.class_of(bytes)?;
+        if !self.quota_room(home.tier(), index) {
+            return None;
+        }
         let how = use_of(&self.table, &self.reuse, index, true);
         loop {
             if let Some(new) = self.slot_tier(home)?.allocate(class, index, how) {
@@ -146,7 +150,8 @@ impl Catalog {
                 }
                 return Some(new.slot);
             }
-            let victim = self.victim(home, class);
+            let soft = self.soft_victim(home, slot_bytes(self.table.get(index)));
+            let victim = soft.or_else(|| self.victim(home, class));
             let before = victim.map_or(u64::MAX, |victim| self.table.get(victim).used_tick());
             if self.empty_other_slab(home, class, before) {
                 continue;
@@ -189,24 +194,13 @@ impl Catalog {
 
     /// Empties a slab of another class whose blocks are all colder than `before`, if there is one.
     fn empty_other_slab(&mut self, home: Home, class: ClassId, before: u64) -> bool {
-        let usable = self.nvme_usable();
         let Some(tier) = self.slot_tier(home).filter(|tier| tier.slots.classes() >= 2) else {
             return false;
         };
         let Some(blocks) = tier.slots.coldest_other_slab(class, before) else {
             return false;
         };
-        let all = blocks.iter().all(|index| {
-            let block = self.table.get(*index);
-            let leave = match home {
-                Home::Host => host_may_leave(block, usable),
-                Home::Device(gpu) => {
-                    let found = self.devices.get(usize::from(gpu.0));
-                    device_may_leave(block, found.is_some_and(|d| d.dirty.contains(*index)))
-                }
-            };
-            leave == Leave::Yes
-        });
+        let all = blocks.iter().all(|index| self.leaves(home, *index) == Leave::Yes);
         if all {
             for index in &blocks {
                 self.evict(home, *index);
@@ -215,7 +209,19 @@ impl Catalog {
         all && !blocks.is_empty()
     }
 
-    fn evict(&mut self, home: Home, index: u32) {
+    /// Whether a copy may be dropped.
+    pub(super) fn leaves(&self, home: Home, index: u32) -> Leave {
+        let block = self.table.get(index);
+        match home {
+            Home::Host => host_may_leave(block, self.nvme_usable()),
+            Home::Device(gpu) => {
+                let found = self.devices.get(usize::from(gpu.0));
+                device_may_leave(block, found.is_some_and(|d| d.dirty.contains(index)))
+            }
+        }
+    }
+
+    pub(super) fn evict(&mut self, home: Home, index: u32) {
         match home {
             Home::Host => {
                 self.host.evicted += 1;
@@ -244,6 +250,10 @@ impl Catalog {
                 block.device = DeviceCopy::Filling { gpu, slot, doomed: false };
             }
         }
+        match place {
+            SlotPlace::Host(_) => self.charge(index, Tier::Host),
+            SlotPlace::Device(..) => self.charge(index, Tier::Device),
+        }
         if was_ghost && !self.table.get(index).orphan {
             self.mark_below(index, false);
         }
@@ -254,14 +264,15 @@ impl Catalog {
         if let HostCopy::Filling { slot, .. } = self.table.get(index).host {
             let bytes = self.table.get(index).raw_bytes;
             self.host.tier.remove(index, bytes);
-            self.release_host(slot);
+            self.release_host(index, slot);
             self.table.get_mut(index).host = HostCopy::Absent;
         }
     }
 
     /// Gives a slot of host RAM back. Its descriptor goes, so that a next daemon does not take the
     /// block over: it may have left because it was forgotten or reported bad.
-    fn release_host(&mut self, slot: SlotId) {
+    fn release_host(&mut self, index: u32, slot: SlotId) {
+        self.discharge(index, Tier::Host);
         self.host.tier.slots.release(slot);
         self.actions.push(Action::ClearSlot { slot });
     }
@@ -282,7 +293,7 @@ impl Catalog {
                 if users > 0 {
                     self.table.get_mut(index).host = HostCopy::Draining { slot, users };
                 } else {
-                    self.release_host(slot);
+                    self.release_host(index, slot);
                     self.table.get_mut(index).host = HostCopy::Absent;
                 }
             }
@@ -350,7 +361,7 @@ impl Catalog {
                 if *users == 0 {
                     let slot = *slot;
                     self.table.get_mut(index).host = HostCopy::Absent;
-                    self.release_host(slot);
+                    self.release_host(index, slot);
                     self.after_loss(index);
                 }
             }
@@ -368,6 +379,9 @@ impl Catalog {
             return;
         }
         self.count_in_host(index, false);
+        if self.table.get(index).spot().is_some() {
+            self.discharge(index, Tier::Nvme);
+        }
         let Some(location) = self.table.take_off_nvme(index) else {
             return;
         };

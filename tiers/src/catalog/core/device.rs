@@ -111,6 +111,7 @@ impl Catalog {
 
     fn free_device_slot(&mut self, index: u32, gpu: GpuId, slot: SlotId, listed: bool) {
         let bytes = self.table.get(index).raw_bytes;
+        self.discharge(index, Tier::Device);
         self.table.get_mut(index).device = DeviceCopy::Absent;
         if let Some(found) = self.device_mut(gpu) {
             if listed {
@@ -190,12 +191,26 @@ impl Catalog {
     pub(super) fn pump_demotes(&mut self) {
         while let Some((index, waiting)) = self.next_demote() {
             let Some(to) = self.take_slot(Home::Host, index) else {
-                if let Some(block) = waiting {
-                    self.flow.demote_first.push_front(block);
+                let over_quota = self.quotas.refusal().is_some();
+                match waiting {
+                    Some(block) if over_quota => self.flow.demote_first.push_back(block),
+                    Some(block) => self.flow.demote_first.push_front(block),
+                    // The next one may be another tenant's.
+                    None if over_quota => self.pass_over_dirty(index),
+                    None => {}
                 }
                 return;
             };
             self.start_demote(index, to);
+        }
+    }
+
+    /// A block that is to be copied down has to wait for others.
+    fn pass_over_dirty(&mut self, index: u32) {
+        if let Some((gpu, _)) = self.table.get(index).device_slot()
+            && let Some(found) = self.device_mut(gpu)
+        {
+            found.dirty.move_front(index);
         }
     }
 

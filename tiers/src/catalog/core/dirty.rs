@@ -42,6 +42,10 @@ impl Dirty {
         }
     }
 
+    pub(crate) fn contains(&self, block: u32) -> bool {
+        self.used.contains(block)
+    }
+
     /// The block that was used last.
     pub(crate) fn hottest(&self) -> Option<u32> {
         self.used.front()

@@ -12,6 +12,8 @@ use super::slots::SlotId;
 use crate::block::{
     BlockKey, Codec, Descriptor, ElementType, NamespaceId, NarrowShape, PAGE_BYTES, Sum128,
 };
+use crate::catalog::ladder::{Pressure, Signal, Step};
+use crate::catalog::quota::OwnerQuotas;
 use crate::segment::StoreGeometry;
 
 /// One operation under way at the edge. Its completion carries the same number.
@@ -168,6 +170,13 @@ pub enum Event {
         /// Which.
         segment: u32,
         /// Whether.
+        result: Result<(), OpError>,
+    },
+    /// [`Action::Sync`] ended.
+    Synced {
+        /// Which.
+        op: OpId,
+        /// Whether all that was written is durable.
         result: Result<(), OpError>,
     },
     /// A page of the segment's descriptors could not be written.
@@ -362,6 +371,11 @@ pub enum Action {
         /// Which.
         segment: u32,
     },
+    /// Commit the descriptors of all that was written, and make it durable.
+    Sync {
+        /// Number of the completion.
+        op: OpId,
+    },
     /// Void the header of a segment that holds nothing any more.
     VoidSegment {
         /// Which.
@@ -386,6 +400,17 @@ pub enum Action {
     QuarantineSegment {
         /// Which.
         segment: u32,
+    },
+    /// A step of the degradation ladder was entered or left. For the log.
+    Degraded {
+        /// The step before,
+        from: Step,
+        /// and the one from now on.
+        to: Step,
+        /// What led to the step.
+        why: Signal,
+        /// What was measured.
+        pressure: Pressure,
     },
     /// A tier went off. For the log.
     TierOffline {
@@ -467,6 +492,8 @@ pub struct CatalogConfig {
     pub devices: Vec<DeviceShape>,
     /// The nvme tier, if there is one.
     pub nvme: Option<NvmeShape>,
+    /// What tenants and their conversations may hold, by number. Default: no limits.
+    pub quotas: Vec<(TenantId, OwnerQuotas)>,
     /// Limits on what clients may hold.
     pub limits: Limits,
     /// Which tiers are worth it.

@@ -172,6 +172,8 @@ pub(crate) enum Op {
         location: Location,
         bytes: u64,
     },
+    /// Descriptors of what was written are being committed.
+    Sync,
 }
 
 /// Where a block is scattered to.
@@ -225,7 +227,7 @@ impl Flow {
 
     /// Starts an operation that continues another one under the same number.
     pub(crate) fn start_as(&mut self, now: Timestamp, id: OpId, op: Op) {
-        if matches!(op, Op::Read { .. } | Op::Write { .. }) {
+        if matches!(op, Op::Read { .. } | Op::Write { .. } | Op::Sync) {
             self.nvme.insert(id, now);
         }
         self.gathers += usize::from(matches!(op, Op::Gather { .. }));

@@ -316,8 +316,8 @@ impl Catalog {
     /// Starts queued reads as far as the limit on reads and the slots allow, urgent ones first.
     pub(super) fn pump_fetches(&mut self) {
         let limit = self.nvme.as_ref().map_or(0, |nvme| nvme.shape.reads_in_flight);
-        let mut deferred = Vec::new();
-        while self.flow.reads < limit && deferred.len() < DEFERRED_MAX {
+        let (mut deferred, mut over) = (Vec::new(), Vec::new());
+        while self.flow.reads < limit && deferred.len() + over.len() < DEFERRED_MAX {
             let Some((index, urgent)) = self.next_fetch() else {
                 break;
             };
@@ -326,14 +326,22 @@ impl Catalog {
                 continue;
             };
             let Some(slot) = self.take_slot(Home::Host, index) else {
+                let over_quota = self.quotas.refusal().is_some();
                 if self.no_room(index, urgent) {
-                    deferred.push((index, urgent));
+                    match over_quota {
+                        true => over.push((index, urgent)),
+                        false => deferred.push((index, urgent)),
+                    }
                 }
                 continue;
             };
             self.begin_fill(index, SlotPlace::Host(slot), FillSource::Nvme);
             self.touch(index);
             self.start_read(index, slot, location.segment, false);
+        }
+        // Whose owner is over its quota waits behind the others.
+        for (index, urgent) in over {
+            self.queue_fetch(index, urgent);
         }
         // What found no slot goes back to where it was. Blocks of another size may have found one.
         for (index, urgent) in deferred.into_iter().rev() {

@@ -8,6 +8,7 @@ use super::request::{
 use super::reuse::{Path, RequestId, short_key};
 use super::table::{BATCH, BlockRef, DeviceCopy, FillSource, HostCopy, NvmeCopy, step_of};
 use crate::block::{BlockKey, NamespaceId};
+use crate::catalog::ladder::Step;
 
 /// Keys of a lookup that are searched first.
 const BATCH_FIRST: usize = 16;
@@ -103,6 +104,9 @@ impl Catalog {
         self.counters.lookups += 1;
         self.counters.lookup_keys += keys as u64;
         let mut reply = LookupReply::default();
+        if self.ladder.step() == Step::Bypass {
+            return Reply::Lookup(reply);
+        }
         let mut found = self.common_run(prefixes, |tier, state| {
             push_run(&mut reply.runs, tier, state);
             reply.blocks += 1;
@@ -111,6 +115,9 @@ impl Catalog {
         let path = found.first().and_then(|run| run.last()).copied();
         let probe = self.withhold(prefixes, &mut found, &mut reply, lease_ms > 0);
         self.counters.lookup_hits += u64::from(reply.blocks);
+        if let Some(prefix) = prefixes.first() {
+            reply.dropped = self.dropped_at(prefix, known).map(Box::new);
+        }
         if lease_ms == 0 || self.config.trace_order {
             self.advise(prefixes, &found, &mut reply, (false, false));
             if lease_ms > 0 {
@@ -125,6 +132,9 @@ impl Catalog {
         }
         self.advise(prefixes, &found, &mut reply, (true, probe));
         let request = self.begin_request(prefixes, (known, path), hints);
+        if let Some(holder) = self.clients.sessions.get_mut(&session) {
+            holder.lookups += 1;
+        }
         if reply.blocks > 0 {
             self.grant_lease(session, &found, request, lease_ms, &mut reply);
         }

@@ -16,15 +16,18 @@ mod codecs;
 mod copies;
 mod device;
 mod dirty;
+mod drain;
 mod erase;
 mod event;
 mod flow;
 mod index;
+mod ladder;
 mod line;
 mod load;
 mod lookup;
 mod policy;
 mod prefill;
+mod quota;
 mod reuse;
 mod segments;
 mod slot_tier;
@@ -53,14 +56,18 @@ use super::advice;
 use super::request;
 use super::request::*;
 use crate::block::{BlockKey, NamespaceId};
+use crate::catalog::ladder::Step;
 use arbiter::Arbiter;
 use clients::{Clients, RegionShape, Session};
 use codecs::NamespaceCodec;
 use copies::{HostTier, NvmeTier};
 use device::DeviceTier;
+use drain::Drain;
 use erase::Erasures;
 use flow::{Flow, Op, Part, Target, Ticket, TicketKind};
+use ladder::Ladder;
 use prefill::Prefills;
+use quota::Quotas;
 use reuse::Reuse;
 use store::Stored;
 use table::BlockTable;
@@ -88,6 +95,8 @@ pub struct Catalog {
     arbiter: Arbiter,
     prefills: Prefills,
     erasures: Erasures,
+    quotas: Quotas,
+    ladder: Ladder,
     counters: Counters,
     drain: Option<Drain>,
     actions: Vec<Action>,
@@ -98,13 +107,6 @@ pub struct Catalog {
 struct BadKeys {
     set: HashSet<(NamespaceId, BlockKey)>,
     order: VecDeque<(NamespaceId, BlockKey)>,
-}
-
-/// A drain under way or done.
-#[derive(Default)]
-struct Drain {
-    asks: Vec<AskId>,
-    written_before: u64,
 }
 
 #[derive(Default)]
@@ -124,6 +126,9 @@ struct Counters {
     reinserted: u64,
     next_sequence: u64,
     pinned_bytes: u64,
+    /// Bytes that were not written to nvme, and blocks dropped from RAM, on the ladder.
+    not_spilled_bytes: u64,
+    dropped_under_pressure: u64,
 }
 
 impl Catalog {
@@ -137,6 +142,7 @@ impl Catalog {
         let rationed = nvme.as_ref().is_some_and(|nvme| nvme.admission.is_some());
         let learns = on_gpu || rationed || config.host_policy.learns();
         Catalog {
+            quotas: Quotas::new(&config),
             table: BlockTable::new(config.hash_seed),
             arbiter: Arbiter::new(config.arbiter),
             prefills: Prefills::new(config.prefill.clone()),
@@ -156,6 +162,7 @@ impl Catalog {
             bad: BadKeys::default(),
             reuse: Reuse::new(learns),
             erasures: Erasures::default(),
+            ladder: Ladder::default(),
             counters: Counters::default(),
             drain: None,
             actions: Vec::new(),
@@ -171,6 +178,7 @@ impl Catalog {
                 let known = self.namespaces.entry(info.id).or_insert(info);
                 *known =
                     NamespaceInfo { generation: known.generation.max(info.generation), ..info };
+                self.quotas.bind(info.id, info.tenant);
             }
             Event::SessionOpened { session, tenant } => self.open_session(session, tenant),
             Event::SessionClosed { session } => self.close_session(session),
@@ -196,6 +204,7 @@ impl Catalog {
                     self.segment_failed(segment, error);
                 }
             }
+            Event::Synced { op, result } => self.synced(op, result),
             Event::CommitFailed { segment, error } => self.segment_failed(segment, error),
             Event::Erased { segment, sequence, index, result } => {
                 self.erased(segment, sequence, index, result);
@@ -222,7 +231,7 @@ impl Catalog {
             Request::Inspect(_)
                 | Request::Stats
                 | Request::Codecs
-                | Request::Drain
+                | Request::Drain { .. }
                 | Request::ReportPrefill(_)
                 | Request::AdmitPrefill(_)
                 | Request::PrefillDone { .. }
@@ -243,6 +252,9 @@ impl Catalog {
                 self.store(session, &what, Target { region, after_event })
             }
             Request::Touch { prefix, hints } => self.touch_prefix(session, &prefix, &hints),
+            Request::Prefetch { .. } if self.ladder.step() >= Step::NoPrefetch => {
+                Reply::Busy(Limit::Pressure)
+            }
             Request::Prefetch { prefix } => self.prefetch(session, &prefix),
             Request::Pin { prefix, ttl_ms } => self.pin_prefix(session, &prefix, ttl_ms),
             Request::Unpin { pin } => self.unpin(session, pin),
@@ -250,17 +262,12 @@ impl Catalog {
             Request::Forget(what) => self.forget(&what),
             Request::ReportBad { namespace, keys } => self.report_bad(namespace, &keys),
             Request::Inspect(query) => Reply::Inspect(self.inspect(&query)),
+            Request::Keep { namespace, conversation, rule } => {
+                Reply::Conversation(self.keep(namespace, conversation, rule))
+            }
             Request::Stats => Reply::Stats(Box::new(self.stats())),
             Request::Codecs => Reply::Codecs(self.codec_reports()),
-            Request::Drain => {
-                let written = self.nvme.as_ref().map_or(0, |nvme| nvme.blocks_written);
-                let drain = self.drain.get_or_insert_default();
-                if drain.asks.is_empty() {
-                    drain.written_before = written;
-                }
-                drain.asks.push(ask);
-                return;
-            }
+            Request::Drain { deadline_ms } => return self.begin_drain(ask, deadline_ms),
             Request::ReportPrefill(report) => self.report_prefill(session, &report),
             Request::AdmitPrefill(wanted) => self.admit_prefill(session, &wanted),
             Request::PrefillDone { grant } => {
@@ -271,8 +278,13 @@ impl Catalog {
     }
 
     fn open_session(&mut self, session: SessionId, tenant: TenantId) {
-        let holder =
-            Session { tenant, regions: HashSet::new(), leases: HashSet::new(), tickets: 0 };
+        let holder = Session {
+            tenant,
+            regions: HashSet::new(),
+            leases: HashSet::new(),
+            lookups: 0,
+            tickets: 0,
+        };
         self.clients.sessions.insert(session, holder);
         self.prefills.begin(self.now);
     }
@@ -314,6 +326,8 @@ impl Catalog {
     fn expire(&mut self) {
         self.refill_trickle();
         self.prefills.expire(self.now);
+        self.trim_quotas();
+        self.climb();
         while let Some(lease) = self.clients.expired_lease(self.now) {
             self.end_lease(lease);
         }

@@ -5,7 +5,7 @@
 //! filled or that holds a usable copy.
 
 use super::policy::{About, Outlook, Policy, PolicyChoice, Use};
-use super::request::GpuId;
+use super::request::{GpuId, Tier};
 use super::reuse::{Reuse, short_key};
 use super::slots::{Allocated, ClassId, SlotId, Slots};
 use super::survival::SHORT;
@@ -19,6 +19,16 @@ const SEARCHES_MAX: usize = 64;
 pub(crate) enum Home {
     Host,
     Device(GpuId),
+}
+
+impl Home {
+    /// The tier.
+    pub(crate) fn tier(self) -> Tier {
+        match self {
+            Home::Host => Tier::Host,
+            Home::Device(_) => Tier::Device,
+        }
+    }
 }
 
 /// Whether a copy may be dropped without I/O and without breaking a promise.

@@ -5,7 +5,7 @@ use super::codecs::CodecTrial;
 use super::copies::slot_bytes;
 use super::event::{Action, OpError, OpId};
 use super::flow::Op;
-use super::request::{OfflineReason, Reply, Tier};
+use super::request::{OfflineReason, Tier};
 use super::segments::{SegmentState, Space};
 use super::slot_tier::use_of;
 use super::table::{BATCH, FillSource, HostCopy, Location, NIL, NvmeCopy};
@@ -40,14 +40,21 @@ impl Catalog {
 
     /// Starts writes as far as the bytes in flight allow.
     pub(super) fn pump_writes(&mut self) {
+        if self.nvme_usable() {
+            self.give_up_cold();
+        }
         while self.nvme_usable() {
-            let (limit, eager) = self.write_bytes_allowed();
+            let tight = self.next_tight();
+            let (limit, eager) = match tight {
+                Some(_) => (self.write_bytes_max(), false),
+                None => self.write_bytes_allowed(),
+            };
             if limit == 0 || self.flow.write_bytes >= limit {
                 return;
             }
             let next = match self.drain {
                 Some(_) => self.host.dirty.hottest(),
-                None => self.next_dirty(),
+                None => tight.or_else(|| self.next_dirty()),
             };
             let Some(index) = next else {
                 return;
@@ -56,22 +63,46 @@ impl Catalog {
             let bytes = slot_bytes(block);
             let full = self.flow.write_bytes > 0 && self.flow.write_bytes + bytes > limit;
             // Encoding takes the threads that copy for clients.
-            if full || (eager && self.may_be_encoded(block.namespace)) {
+            if full || !self.drain_allows(bytes) || (eager && self.may_be_encoded(block.namespace))
+            {
                 return;
             }
-            if self.admit_write(index) && !self.start_write(index) {
+            if self.stays_unwritten(index) {
+                return;
+            }
+            if self.write_within_quota(index) && self.admit_write(index) && !self.start_write(index)
+            {
                 return;
             }
         }
+    }
+
+    fn write_bytes_max(&self) -> u64 {
+        self.nvme.as_ref().map_or(0, |nvme| nvme.shape.write_bytes_in_flight)
+    }
+
+    /// Whether the quotas of the block's owners let it be written. Otherwise it stays in host RAM
+    /// alone, and is no longer counted as dirty.
+    fn write_within_quota(&mut self, index: u32) -> bool {
+        let fits = self.quota_room(Tier::Nvme, index);
+        if !fits {
+            self.count_refused(self.table.get(index).namespace);
+            self.refuse_write(index);
+        }
+        fits
     }
 
     /// Most bytes of writes that may be under way now; and whether only because much is dirty and
     /// the drive is free, not because too little of the arena is free or clean, nobody asks for
     /// anything, blocks have waited long, or a drain is under way.
     fn write_bytes_allowed(&self) -> (u64, bool) {
-        let most = self.nvme.as_ref().map_or(0, |nvme| nvme.shape.write_bytes_in_flight);
+        let most = self.write_bytes_max();
         if self.must_write_down() {
             return (most, false);
+        }
+        // What is not urgent must not be in the way of a drain for long, on a slow drive.
+        if self.may_write_early() {
+            return (most.min(EAGER_BYTES_MAX), false);
         }
         let half = self.host.dirty_bytes > self.host.tier.slots.capacity_bytes() / 2;
         // What a budget is spent on is decided as late as can be.
@@ -80,14 +111,18 @@ impl Catalog {
         (if eager { most.min(EAGER_BYTES_MAX) } else { 0 }, true)
     }
 
-    fn must_write_down(&self) -> bool {
+    pub(super) fn must_write_down(&self) -> bool {
         let capacity = self.host.tier.slots.capacity_bytes();
         let dirty_max = capacity - capacity / 100 * u64::from(self.config.clean_percent);
+        let pressed = self.host.starved || self.host.dirty_bytes > dirty_max;
+        self.drain.is_some() || pressed
+    }
+
+    /// Whether nobody asks for anything, or blocks have waited long.
+    fn may_write_early(&self) -> bool {
         let idle_us = self.config.idle_ms * 1000;
         let idle = idle_us > 0 && self.now.0.saturating_sub(self.last_demand.0) >= idle_us;
-        let pressed = self.host.starved || self.host.dirty_bytes > dirty_max;
-        let early = (idle || self.trickle_bytes > 0) && !self.has_write_budget();
-        self.drain.is_some() || pressed || early
+        (idle || self.trickle_bytes > 0) && !self.has_write_budget()
     }
 
     fn start_write(&mut self, index: u32) -> bool {
@@ -123,6 +158,7 @@ impl Catalog {
         self.host.dirty.remove(index);
         self.table.get_mut(index).nvme = NvmeCopy::Writing { doomed: false };
         self.add_user(index);
+        self.charge_write(index, bytes, true);
         self.flow.write_bytes += bytes;
     }
 
@@ -245,6 +281,7 @@ impl Catalog {
     /// A write ended: the block has a copy there, or is dirty as before (unless it is gone).
     fn writing_ended(&mut self, index: u32, bytes: u64, location: Option<Location>) {
         self.flow.write_bytes -= bytes;
+        self.charge_write(index, bytes, false);
         let block = self.table.get_mut(index);
         let doomed = block.nvme == NvmeCopy::Writing { doomed: true };
         block.nvme = NvmeCopy::Absent;
@@ -266,6 +303,7 @@ impl Catalog {
     }
 
     fn list_on_nvme(&mut self, index: u32, location: Location, pinned: bool, orphan: bool) {
+        self.charge(index, Tier::Nvme);
         if let Some(nvme) = &mut self.nvme {
             nvme.blocks += 1;
             nvme.segments.list(location.segment, location.index, index, location.stored_bytes);
@@ -328,6 +366,7 @@ impl Catalog {
     /// Keeps a few clean segments ahead of the writes.
     pub(super) fn pump_reclaim(&mut self) {
         while self.nvme_usable() && self.nvme.as_ref().is_some_and(|n| n.segments.wants_clean()) {
+            self.drop_over_soft();
             let room = !self.host.starved;
             let next = self.nvme.as_ref().and_then(|nvme| nvme.segments.victim(room));
             let Some((victim, out_of_turn)) = next else {
@@ -406,7 +445,7 @@ impl Catalog {
 
     /// Whether something is on its way into host RAM or a pool. What a lost GPU was doing is not:
     /// it may never end.
-    fn is_coming_down(&self) -> bool {
+    pub(super) fn is_coming_down(&self) -> bool {
         let usable = self.devices.iter().filter(|found| found.offline.is_none());
         let above = usable.map(|found| found.demotes + found.dirty.len()).sum::<usize>() > 0;
         let gathered = |op: &Op| match op {
@@ -414,28 +453,6 @@ impl Catalog {
             _ => false,
         };
         above || (self.flow.gathers > 0 && self.flow.ops.values().any(gathered))
-    }
-
-    /// Answers a drain once nothing is left to write, or nothing can be written.
-    pub(super) fn answer_drain(&mut self) {
-        if self.drain.as_ref().is_none_or(|drain| drain.asks.is_empty()) {
-            return;
-        }
-        let idle =
-            self.flow.write_bytes == 0 && self.host.dirty.len() == 0 && !self.is_coming_down();
-        if !idle && self.nvme_usable() {
-            return;
-        }
-        let written = self.nvme.as_ref().map_or(0, |nvme| nvme.blocks_written);
-        let lost = self.host.dirty.len() as u64;
-        let Some(drain) = &mut self.drain else {
-            return;
-        };
-        let blocks_written = written - drain.written_before;
-        for ask in std::mem::take(&mut drain.asks) {
-            let reply = Reply::Drained { blocks_written, blocks_lost: lost };
-            self.actions.push(Action::Answer { ask, reply });
-        }
     }
 
     /// Takes over what recovery found in one segment. Called before any event.

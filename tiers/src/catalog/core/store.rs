@@ -5,12 +5,13 @@ use super::event::{Action, OpError, OpId, SlotPlace};
 use super::flow::{Op, Part, Target, TicketKind, Waiter};
 use super::request::{
     GpuId, Hints, Limit, MissReason, Outcome, PrefixQuery, Refusal, RejectReason, Reply, SessionId,
-    StoreBlock,
+    StoreBlock, TicketId,
 };
 use super::reuse::{Path, RequestId, short_key};
 use super::slot_tier::Home;
 use super::table::{DeviceCopy, FillSource, HostCopy, NewBlock, NvmeCopy, step_of};
 use crate::block::{BlockKey, NamespaceId, Sum128, page_ceil};
+use crate::catalog::ladder::Step;
 
 /// Blocks before a stored one that are made more recent at most.
 const ANCESTORS_MAX: usize = 4096;
@@ -30,6 +31,9 @@ impl Catalog {
         if self.drain.is_some() {
             return Reply::Busy(Limit::Draining);
         }
+        if self.ladder.step() >= Step::SharedOnly {
+            return Reply::Busy(Limit::Pressure);
+        }
         let Some(shape) = self.clients.region_of(session, target.region) else {
             return Reply::Refused(Refusal::UnknownRegion);
         };
@@ -47,32 +51,10 @@ impl Catalog {
         if let Some(open) = self.flow.tickets.get_mut(&ticket) {
             open.region = Some(target.region);
         }
+        self.begin_store(session, namespace, conversation);
         let request = self.request_of_store(namespace, blocks);
         self.reuse.hint(request, hints);
-        let generation = self.namespaces.get(&namespace).map_or(0, |info| info.generation);
-        // Root first, so that what finds no room is the tail; and used leaf first, so that leaves
-        // are colder than roots.
-        let mut full = false;
-        for (at, block) in blocks.iter().enumerate() {
-            let part = Part { ticket, at };
-            let new = NewBlock {
-                namespace,
-                generation,
-                key: block.key,
-                parent: block.parent,
-                position: block.position,
-                tokens: block.tokens,
-                raw_bytes: kept_bytes.unwrap_or_default(),
-            };
-            if kept_bytes.is_none() {
-                self.finish(part, Outcome::Rejected(RejectReason::Mismatch));
-            } else if full {
-                self.finish(part, Outcome::Busy);
-            } else {
-                let origin = (conversation, request);
-                full = !self.store_block(&new, origin, part, target, block.place);
-            }
-        }
+        self.store_blocks(what, kept_bytes, request, ticket, target);
         for block in blocks.iter().rev() {
             if let Some(index) = self.table.find(namespace, &block.key)
                 && (!self.config.trace_order || !self.table.get(index).is_filling())
@@ -90,6 +72,69 @@ impl Catalog {
         }
         self.end_if_complete(ticket);
         Reply::Ticket(ticket)
+    }
+
+    /// Root first, so that what finds no room is the tail; and used leaf first, so that leaves are
+    /// colder than roots.
+    fn store_blocks(
+        &mut self,
+        what: &Stored<'_>,
+        kept_bytes: Option<u32>,
+        request: RequestId,
+        ticket: TicketId,
+        target: Target,
+    ) {
+        let Stored { namespace, conversation, blocks, .. } = *what;
+        let generation = self.namespaces.get(&namespace).map_or(0, |info| info.generation);
+        if self.quotas.is_limited()
+            && let Some(first) = blocks.first()
+        {
+            self.touch_ancestors(namespace, first, request);
+        }
+        let mut full = None;
+        for (at, block) in blocks.iter().enumerate() {
+            let part = Part { ticket, at };
+            let new = NewBlock {
+                namespace,
+                generation,
+                key: block.key,
+                parent: block.parent,
+                position: block.position,
+                tokens: block.tokens,
+                raw_bytes: kept_bytes.unwrap_or_default(),
+            };
+            if kept_bytes.is_none() {
+                self.finish(part, Outcome::Rejected(RejectReason::Mismatch));
+                continue;
+            }
+            if full.is_none() {
+                let origin = (conversation, request);
+                full = self.store_block(&new, origin, part, target, block.place).err();
+            }
+            if let Some(outcome) = full {
+                self.finish(part, outcome);
+                self.note_not_stored((namespace, conversation), block, outcome);
+            }
+        }
+        self.end_store();
+    }
+
+    /// There was no room for a block: the quotas' owners are told of it, if it is for them.
+    fn note_not_stored(
+        &mut self,
+        (namespace, conversation): (NamespaceId, u64),
+        block: &StoreBlock,
+        outcome: Outcome,
+    ) {
+        if matches!(outcome, Outcome::Rejected(_)) {
+            self.count_refused(namespace);
+        }
+        if outcome == Outcome::Rejected(RejectReason::ConversationQuota) {
+            let before = self.table.find(namespace, &block.parent);
+            let reached = block.parent == BlockKey::ROOT
+                || before.is_some_and(|at| !self.table.get(at).is_ghost());
+            self.note_dropped((namespace, conversation), &block.key, block.position, reached);
+        }
     }
 
     /// Pins the path that ends with a block, as far as the limits allow.
@@ -144,7 +189,7 @@ impl Catalog {
         }
     }
 
-    /// Says whether there was room.
+    /// When there is no room: what this block, and those behind it, end with.
     fn store_block(
         &mut self,
         new: &NewBlock,
@@ -152,17 +197,17 @@ impl Catalog {
         part: Part,
         target: Target,
         place: u32,
-    ) -> bool {
+    ) -> Result<(), Outcome> {
         if self.bad.contains(new.namespace, &new.key) {
             self.finish(part, Outcome::Rejected(RejectReason::Quarantined));
-            return true;
+            return Ok(());
         }
         let too_large = self.nvme.as_ref().is_some_and(|nvme| {
             page_ceil(u64::from(new.raw_bytes)) > u64::from(nvme.segments.payload_bytes_max())
         });
         if too_large || !self.host.tier.slots.fits(new.raw_bytes) {
             self.finish(part, Outcome::Rejected(RejectReason::TooLarge));
-            return true;
+            return Ok(());
         }
         let index = self.table.find_or_insert(new);
         let block = self.table.get(index);
@@ -171,7 +216,7 @@ impl Catalog {
         }
         if block.raw_bytes != new.raw_bytes {
             self.finish(part, Outcome::Rejected(RejectReason::Mismatch));
-            return true;
+            return Ok(());
         }
         match (block.device, block.host, block.nvme) {
             (DeviceCopy::Resident { .. }, ..)
@@ -186,7 +231,7 @@ impl Catalog {
             // Its last copy is just being given up.
             _ => self.finish(part, Outcome::Busy),
         }
-        true
+        Ok(())
     }
 
     fn store_new(
@@ -197,7 +242,7 @@ impl Catalog {
         part: Part,
         target: Target,
         place: u32,
-    ) -> bool {
+    ) -> Result<(), Outcome> {
         let now_s = self.wall_s();
         self.tick += 1;
         let (now, tick) = (self.now, self.tick);
@@ -206,7 +251,7 @@ impl Catalog {
         block.use_at(now, tick);
         if block.pins > 0 && block.raw_bytes != new.raw_bytes {
             self.finish(part, Outcome::Busy);
-            return true;
+            return Ok(());
         }
         block.raw_bytes = new.raw_bytes;
         block.generation = new.generation;
@@ -224,9 +269,9 @@ impl Catalog {
         let to = self.take_place(gpu, index);
         self.table.get_mut(index).set_queued(false);
         let Some(to) = to else {
-            self.finish(part, Outcome::Busy);
+            let refusal = self.quotas.refusal();
             self.after_loss(index);
-            return false;
+            return Err(refusal.map_or(Outcome::Busy, Outcome::Rejected));
         };
         self.begin_fill(index, to, FillSource::Client);
         self.counters.next_sequence += 1;
@@ -240,7 +285,7 @@ impl Catalog {
         let narrow = self.narrow_shape(new.namespace);
         let gather = Action::Gather { op, region, place, after_event, to, narrow, descriptor };
         self.actions.push(gather);
-        true
+        Ok(())
     }
 
     /// A slot for a block that comes from a region on `gpu`: in the GPU's pool if there is room,

@@ -2,8 +2,10 @@
 
 mod arbiter;
 mod device;
+mod ladder;
 mod policy;
 mod prefill;
+mod quota;
 mod reclaim;
 
 use std::collections::{HashMap, VecDeque};
@@ -40,6 +42,7 @@ fn config(host_blocks: u64, nvme: bool) -> CatalogConfig {
             reinsert_percent: 25,
             write_bytes_per_day: None,
         }),
+        quotas: vec![],
         limits: Limits::default(),
         arbiter: ArbiterConfig::default(),
         prefill: PrefillConfig::default(),
@@ -78,6 +81,10 @@ struct Edge {
     next_ask: u64,
     /// Number of the session and of its region.
     connection: u64,
+    tenant: TenantId,
+    /// What stores, loads and lookups are about.
+    namespace: NamespaceId,
+    conversation: u64,
     /// Contents of the region, by place.
     region: HashMap<u32, BlockKey>,
     /// The GPU that the region is on.
@@ -101,6 +108,9 @@ impl Edge {
             ended: HashMap::new(),
             next_ask: 0,
             connection: 0,
+            tenant: TenantId(1),
+            namespace: NAMESPACE,
+            conversation: 7,
             region: HashMap::new(),
             gpu: None,
             slots: HashMap::new(),
@@ -125,7 +135,7 @@ impl Edge {
     fn connect(&mut self) {
         self.connection += 1;
         let (session, region, gpu) = (self.session(), self.region_id(), self.gpu);
-        self.event(Event::SessionOpened { session, tenant: TenantId(1) });
+        self.event(Event::SessionOpened { session, tenant: self.tenant });
         self.event(Event::RegionOpened { session, region, places: 64, block_bytes: BLOCK, gpu });
     }
 
@@ -203,6 +213,7 @@ impl Edge {
                 Event::Written { op, result: result() }
             }
             Action::OpenSegment { segment, .. } => Event::SegmentOpened { segment, result: Ok(()) },
+            Action::Sync { op } => Event::Synced { op, result: result() },
             Action::Encode { op, raw_bytes, trial, .. } => {
                 let none = CodecTrial { raw_bytes, stored_bytes: raw_bytes, decode_us: 0 };
                 self.trials += u64::from(trial);
@@ -224,7 +235,7 @@ impl Edge {
     }
 
     fn lookup(&mut self, keys: Vec<BlockKey>, lease_ms: u32) -> LookupReply {
-        let prefixes = vec![PrefixQuery { namespace: NAMESPACE, keys }];
+        let prefixes = vec![PrefixQuery { namespace: self.namespace, keys }];
         match self.ask(Request::Lookup { prefixes, lease_ms, hints: Hints::default() }) {
             Some(Reply::Lookup(reply)) => reply,
             Some(Reply::Busy(_)) => LookupReply::default(),
@@ -241,8 +252,8 @@ impl Edge {
             blocks.push(StoreBlock { key: *key, parent, position: at as u32, tokens: 16, place });
         }
         let request = Request::Store {
-            namespace: NAMESPACE,
-            conversation: 7,
+            namespace: self.namespace,
+            conversation: self.conversation,
             region: self.region_id(),
             after_event: None,
             blocks,
@@ -259,7 +270,7 @@ impl Edge {
         let blocks =
             keys.iter().enumerate().map(|(at, key)| LoadBlock { key: *key, place: place(at) });
         let blocks = blocks.collect();
-        let (namespace, region) = (NAMESPACE, self.region_id());
+        let (namespace, region) = (self.namespace, self.region_id());
         let request = Request::Load { lease, namespace, region, after_event: None, blocks };
         match self.ask(request) {
             Some(Reply::Ticket(ticket)) => Some(ticket),
@@ -287,6 +298,7 @@ impl Catalog {
             assert_eq!(held, listed, "policy and table disagree on block {index}: {host:?}");
         }
         self.check_devices();
+        self.check_quotas();
         let (mut slots, mut nvme, mut dirty) = (0, 0, 0);
         let mut live = vec![0u64; self.nvme.as_ref().map_or(0, |n| n.segments.count() as usize)];
         let mut pinned = vec![0u32; live.len()];
@@ -596,11 +608,14 @@ fn failing_writes_take_the_tier_off_and_host_ram_goes_on() {
 fn drain_writes_everything_down_and_refuses_stores() {
     let mut edge = Edge::new(config(32, true));
     edge.store(&chain(0, 8), 0);
-    let reply = edge.ask(Request::Drain);
-    assert!(reply.is_none() || matches!(reply, Some(Reply::Drained { .. })));
+    let reply = edge.ask(Request::Drain { deadline_ms: None });
+    assert!(reply.is_none() || matches!(reply, Some(Reply::Drained(_))));
     let ask = AskId(edge.next_ask);
     let drained = &edge.answers[&ask];
-    assert!(matches!(drained, Reply::Drained { blocks_written: 8, blocks_lost: 0 }), "{drained:?}");
+    assert!(
+        matches!(drained, Reply::Drained(Drained { blocks_written: 8, blocks_lost: 0, .. })),
+        "{drained:?}"
+    );
     assert!(edge.store(&chain(1, 1), 0).is_none());
 }
 
@@ -638,7 +653,7 @@ fn a_burst_of_stores_and_then_reads_of_nvme_do_not_wedge_the_host_tier() {
     let mut edge = Edge::new(config);
     let old = chain(1, 1700);
     edge.store(&old, 0);
-    edge.ask(Request::Drain);
+    edge.ask(Request::Drain { deadline_ms: None });
     edge.catalog.drain = None;
     for number in 0..43 {
         edge.store(&chain(100 + number, 100), 0);
@@ -737,16 +752,16 @@ fn a_drain_makes_room_from_segments_that_failed_early() {
     let mut edge = Edge::new(config(64, true));
     for segment in 0..8 {
         edge.store(&chain(segment, 4), 0);
-        edge.ask(Request::Drain);
+        edge.ask(Request::Drain { deadline_ms: None });
         edge.catalog.drain = None;
         if let Some(nvme) = &mut edge.catalog.nvme {
             nvme.segments.seal(segment);
         }
     }
     edge.store(&chain(100, 20), 0);
-    edge.ask(Request::Drain);
+    edge.ask(Request::Drain { deadline_ms: None });
     let drained = &edge.answers[&AskId(edge.next_ask)];
-    assert!(matches!(drained, Reply::Drained { blocks_lost: 0, .. }), "{drained:?}");
+    assert!(matches!(drained, Reply::Drained(Drained { blocks_lost: 0, .. })), "{drained:?}");
     edge.catalog.check();
 }
 

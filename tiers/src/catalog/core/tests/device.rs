@@ -55,7 +55,7 @@ fn what_lies_on_one_gpu_reaches_another_and_host_memory_by_way_of_host_ram() {
         let keys = chain(1, 4);
         edge.store(&keys, 0);
         // Nothing is left in host RAM: only the pool and nvme have it.
-        edge.ask(Request::Drain);
+        edge.ask(Request::Drain { deadline_ms: None });
         edge.catalog.drain = None;
         for key in &keys {
             let index = edge.catalog.table.find(NAMESPACE, key).unwrap();
@@ -128,9 +128,9 @@ fn what_a_lost_gpu_may_still_be_doing_never_ends_and_holds_up_nothing_else() {
     // A known block is not compared on a GPU that will not answer.
     let again = edge.store(&chain(1, 4), 0);
     assert_eq!(edge.outcomes(again), [Outcome::Busy; 4]);
-    edge.ask(Request::Drain);
+    edge.ask(Request::Drain { deadline_ms: None });
     let drained = &edge.answers[&AskId(edge.next_ask)];
-    assert!(matches!(drained, Reply::Drained { blocks_lost: 0, .. }), "{drained:?}");
+    assert!(matches!(drained, Reply::Drained(Drained { blocks_lost: 0, .. })), "{drained:?}");
     edge.catalog.check();
 }
 
@@ -140,7 +140,7 @@ fn a_block_that_leaves_the_pool_while_somebody_waits_comes_from_nvme() {
     let mut edge = on_gpu(64, 16, 1);
     let keys = chain(1, 1);
     edge.store(&keys, 0);
-    edge.ask(Request::Drain);
+    edge.ask(Request::Drain { deadline_ms: None });
     edge.catalog.drain = None;
     let index = edge.catalog.table.find(NAMESPACE, &keys[0]).unwrap();
     edge.catalog.drop_host(index);
