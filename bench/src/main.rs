@@ -6,7 +6,7 @@
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use kvtide_bench::{device, peers, quality, replay, scale, sim, tiers, ttft};
+use kvtide_bench::{device, peers, quality, replay, scale, sim, simulate, tiers, ttft};
 
 #[derive(Parser)]
 #[command(version, about = "Trace replay, simulation and yardsticks of kvtide")]
@@ -21,6 +21,8 @@ enum Command {
     Replay(replay::ReplayArgs),
     /// Replay a trace through the pure core alone: no I/O, exact counts.
     Sim(sim::SimArgs),
+    /// Simulate the pure core with faults, deaths and restarts, by seeds: what must hold, holds.
+    Simulate(simulate::SimulateArgs),
     /// Store and load through a real daemon, beside memcpy and a raw O_DIRECT ring.
     Tiers(tiers::TiersArgs),
     /// Store and load through a real daemon, beside files, foyer, Redis and memcached.
@@ -69,6 +71,7 @@ fn main() -> ExitCode {
         Command::Replay(args) => replay::run(&args),
         Command::Quality(args) => quality::run(&args),
         Command::Sim(args) => sim::run(&args),
+        Command::Simulate(args) => simulate::run(&args),
         Command::Tiers(args) => tiers::run(&args),
         Command::Pong => tiers::run_pong(),
         Command::Peers(args) => peers::run(&args),

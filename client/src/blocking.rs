@@ -21,7 +21,9 @@ use crate::gpu::{GpuExport, GpuRegion};
 use crate::handles::{Lease, Lookup, NamespaceHandle, Ticket};
 use crate::hello::SessionLimits;
 use crate::own_runtime::OwnRuntime;
-use crate::protocol::{NamespaceRow, NamespaceSpec, Pinned, StatsReply, StatusReport, VersionInfo};
+use crate::protocol::{
+    Digest, NamespaceRow, NamespaceSpec, Pinned, StatsReply, StatusReport, VersionInfo,
+};
 use crate::region::{AsRegion, RegionHandle};
 
 /// As [`crate::Client`], blocking.
@@ -185,6 +187,8 @@ impl Client {
         fn status() -> Result<StatusReport, ClientError>;
         /// See [`crate::Client::namespaces`].
         fn namespaces() -> Result<Vec<NamespaceRow>, ClientError>;
+        /// See [`crate::Client::digest`].
+        fn digest(namespace: NamespaceId, bytes_max: u32) -> Result<Digest, ClientError>;
         /// See [`crate::Client::drain`].
         fn drain(deadline: Duration) -> Result<Drained, ClientError>;
     }

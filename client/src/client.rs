@@ -27,7 +27,7 @@ use crate::handles::{
 };
 use crate::hello::SessionLimits;
 use crate::protocol::{
-    CallError, KvtideClient, NamespaceRow, NamespaceSpec, Pinned, StatsReply, StatusReport,
+    CallError, Digest, KvtideClient, NamespaceRow, NamespaceSpec, Pinned, StatsReply, StatusReport,
     TicketReply, VersionInfo, WireForget, WireInspect, WireKeep, WireLoad, WirePrefix, WireStore,
     pack_keys,
 };
@@ -805,6 +805,23 @@ impl Client {
     pub async fn namespaces(&self) -> Result<Vec<NamespaceRow>, ClientError> {
         self.try_ask(self.limit(), |stub, context| async move { stub.namespaces(context).await })
             .await
+    }
+
+    /// What of a namespace lies in the node, in filters of `bytes_max` bytes together at most: for
+    /// routers, which ask every node now and then.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn digest(
+        &self,
+        namespace: NamespaceId,
+        bytes_max: u32,
+    ) -> Result<Digest, ClientError> {
+        let limit = self.limit();
+        self.try_ask(limit, |stub, context| async move {
+            stub.digest(context, namespace, bytes_max).await
+        })
+        .await
     }
 
     /// Stops admission and writes down what is only in memory, hottest first, as far as the drive

@@ -46,7 +46,7 @@ pub use kvtide_tiers::catalog::{
 };
 pub use kvtide_tiers::io::SharedMemory;
 pub use protocol::{
-    CallError, GpuStatus, NamespaceRow, NamespaceSpec, OwnerRow, Pinned, ServiceStats, StatsReply,
-    StatusReport, TenantStats, VersionInfo,
+    CallError, Digest, GpuStatus, NamespaceRow, NamespaceSpec, OwnerRow, Pinned, ServiceStats,
+    StatsReply, StatusReport, TenantStats, TierDigest, VersionInfo, block_hash,
 };
 pub use region::{AsRegion, RegionHandle, RegionRef};

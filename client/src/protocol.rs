@@ -23,6 +23,9 @@ use kvtide_tiers::catalog::{
 use serde::{Deserialize, Serialize};
 use serde_bytes::ByteBuf;
 
+mod digest;
+
+pub use digest::{DIGEST_BYTES_MAX, Digest, TierDigest, block_hash};
 pub use quota::{OwnerRow, WireKeep};
 
 /// The version of hello and messages that this library speaks.
@@ -84,6 +87,8 @@ pub trait Kvtide {
     /// Stops admission and writes all dirty blocks down, hottest first, in so many milliseconds.
     /// Operators only.
     async fn drain(deadline_ms: u64) -> Result<Drained, CallError>;
+    /// What of a namespace lies here, in filters of so many bytes together at most: for routers.
+    async fn digest(namespace: NamespaceId, bytes_max: u32) -> Result<Digest, CallError>;
     /// Waits until every load and store of the region that was sent before has ended, whether or
     /// not anybody waits for its ticket; `false` when the time was over first.
     async fn quiesce(region: RegionId, wait_ms: u32) -> Result<bool, CallError>;

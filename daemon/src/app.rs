@@ -25,6 +25,8 @@ use crate::config::{
 };
 use crate::counters::ServiceCounters;
 use crate::devices;
+use crate::digest::Digests;
+use crate::events::{self, EventCounters};
 use crate::kept;
 use crate::session::{Session, TenantCounters};
 
@@ -73,6 +75,10 @@ pub struct App {
     pub notes: Vec<String>,
     /// Whether a drain is under way or done.
     pub draining: AtomicBool,
+    /// What routers were told.
+    pub events: Arc<EventCounters>,
+    /// What was summed up for routers lately.
+    pub digests: Digests,
     /// Held while a namespace is opened, so that limits are kept by those who open at once.
     pub opening: Arc<tokio::sync::Mutex<()>>,
     folder: Arc<StoreFolder>,
@@ -97,7 +103,10 @@ impl App {
             // Memory that is kept is no longer available, so the default would have shrunk.
             config.host.bytes = bytes;
         }
-        let node_config = node_config(&config, &folder, taken.files.clone());
+        let mut node_config = node_config(&config, &folder, taken.files.clone());
+        let events = Arc::default();
+        let (follow, changes) = events::queue(&events);
+        node_config.follow = config.events.is_some().then_some(follow);
         let node = Node::start(node_config, |id| folder.generation(id))?;
         kept::keep(&node, &taken);
         let handle = node.handle();
@@ -118,6 +127,8 @@ impl App {
             started: Instant::now(),
             notes,
             draining: AtomicBool::new(false),
+            events,
+            digests: Digests::default(),
             opening: Arc::default(),
             folder,
             namespaces: RwLock::default(),
@@ -130,7 +141,17 @@ impl App {
         for entry in app.folder.entries() {
             app.learn(entry);
         }
-        Ok((Arc::new(app), node))
+        let app = Arc::new(app);
+        if let Some(settings) = &app.config.events
+            && let Err(error) = events::start(&app, settings, &app.events, changes)
+        {
+            let address = settings.address;
+            tracing::warn!(
+                %address, %error,
+                "events are not published; set `events.endpoint` to a free address of this machine"
+            );
+        }
+        Ok((app, node))
     }
 
     /// Who is who.
@@ -284,6 +305,11 @@ impl App {
         let namespaces = self.namespaces();
         let seen = namespaces.values().filter(|entry| self.may_see(caller, &entry.tenant));
         seen.cloned().map(row).collect()
+    }
+
+    /// A namespace by its number.
+    pub fn namespace_row(&self, id: NamespaceId) -> Option<NamespaceRow> {
+        self.namespaces().get(&id).cloned().map(row)
     }
 
     /// Who owns a namespace, if the caller may see it.

@@ -23,6 +23,7 @@ pub async fn drain_and_stop(app: &Arc<App>, node: Node) {
     let limit = *app.drain.lock().unwrap_or_else(PoisonError::into_inner);
     let until = Instant::now() + limit;
     app.set_draining();
+    app.events.say_gone().await;
     announce(app, limit).await;
     let deadline_ms = Some(u64::try_from(limit.as_millis()).unwrap_or(u64::MAX));
     let drain = app.ask_self(Request::Drain { deadline_ms });

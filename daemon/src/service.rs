@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use kvtide_client::protocol::{
-    CallError, Kvtide, KvtideRequest, NamespaceRow, NamespaceSpec, OpenedNamespace,
+    CallError, Digest, Kvtide, KvtideRequest, NamespaceRow, NamespaceSpec, OpenedNamespace,
     PROTOCOL_VERSION, Pinned, StatsReply, StatusReport, TicketEnd, TicketReply, VersionInfo,
     WireForget, WireInspect, WireKeep, WireLoad, WirePrefix, WireStore, unpack_keys,
 };
@@ -635,6 +635,23 @@ impl Kvtide for Service {
     async fn namespaces(self, _: Context) -> Result<Vec<NamespaceRow>, CallError> {
         self.called("namespaces");
         Ok(self.app.visible(&self.session.caller))
+    }
+
+    async fn digest(
+        self,
+        _: Context,
+        namespace: NamespaceId,
+        bytes_max: u32,
+    ) -> Result<Digest, CallError> {
+        self.called("digest");
+        let make = async {
+            self.managed(namespace, false)?;
+            let unknown = || CallError::NotFound(format!("namespace {}", namespace.0));
+            let row = self.app.namespace_row(namespace).ok_or_else(unknown)?;
+            self.app.digests.digest(&self.app, &row, bytes_max).await
+        };
+        let result = make.await;
+        self.done(result)
     }
 
     async fn drain(self, _: Context, deadline_ms: u64) -> Result<Drained, CallError> {

@@ -257,7 +257,7 @@ async fn without_a_driver_it_serves_and_says_why_the_tier_is_off() {
         let json: serde_json::Value =
             serde_json::from_slice(&daemon.kvtide("status --json").stdout).unwrap();
         assert_eq!(json["status"]["devices"], serde_json::json!([]));
-        assert_eq!(json["status"]["protocol"], 4);
+        assert_eq!(json["status"]["protocol"], 5);
         assert_eq!(daemon.kvtide("ls --tier device").status.code(), Some(0));
         let warned = daemon.log().contains("`device.enabled` is true, but");
         assert_eq!(warned, warns, "{}", daemon.log());

@@ -16,6 +16,7 @@ mod manager;
 mod payload;
 mod peer;
 mod proc;
+mod subscriber;
 
 pub use daemon::{Daemon, Ended, Setup, UNUSED_USER, is_root};
 pub use engine::{FaultFile, GpuEngine, gpu_state};
@@ -23,3 +24,4 @@ pub use manager::ServiceManager;
 pub use payload::{KvPool, namespace, payload, tokens};
 pub use peer::{Door, Peer, context};
 pub use proc::{Footprint, device_mapped_bytes, open_descriptors, poll_until};
+pub use subscriber::{Message, Subscriber, Value};

@@ -435,6 +435,7 @@ impl Core {
             | Action::VoidSegment { .. }
             | Action::RetireNamespace { .. }
             | Action::QuarantineSegment { .. }
+            | Action::Residency { .. }
             | Action::Degraded { .. }
             | Action::TierOffline { .. } => return,
         };

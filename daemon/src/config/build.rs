@@ -112,6 +112,7 @@ impl Build<'_> {
             prefill: PrefillConfig { weights, ..file.prefill },
             tenants,
             metrics,
+            events: file.events,
             log: LogSettings {
                 level: self.args.log_level.or(file.level).unwrap_or(tracing::Level::INFO),
                 format: self.args.log_format.or(file.format).unwrap_or_default(),

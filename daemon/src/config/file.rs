@@ -10,6 +10,7 @@ use kvtide_tiers::segment::SEGMENT_BYTES_RANGE;
 
 use super::args::LogFormat;
 use super::device::read_device;
+use super::events::{EventSettings, read_events};
 use super::quota::read_quotas;
 use super::read::{Found, Reader, Section};
 use super::worth::{WEIGHT_MAX, read_arbiter, read_prefill};
@@ -50,6 +51,7 @@ pub(super) struct FileConfig {
     pub(super) shared: Vec<FileShared>,
     pub(super) admins: Vec<u32>,
     pub(super) metrics: Option<MetricsAddress>,
+    pub(super) events: Option<EventSettings>,
     pub(super) level: Option<tracing::Level>,
     pub(super) format: Option<LogFormat>,
 }
@@ -115,6 +117,9 @@ pub(super) fn read_file(reader: &mut Reader<'_>) -> FileConfig {
             }
         }
         section.finish(reader);
+    }
+    if let Some(section) = root.section(reader, "events") {
+        file.events = read_events(reader, section);
     }
     if let Some(mut section) = root.section(reader, "log") {
         let levels = [

@@ -5,6 +5,7 @@
 mod args;
 mod build;
 mod device;
+mod events;
 mod file;
 mod machine;
 mod quota;
@@ -21,6 +22,7 @@ use kvtide_tiers::catalog::{ArbiterConfig, Limits, PolicyChoice, PrefillConfig};
 pub use args::{Args, LogFormat};
 pub use build::check_socket;
 pub use device::{DeviceSettings, DeviceUse};
+pub use events::{EventLayout, EventSettings};
 pub use read::{ConfigError, Problem, parse_bytes, show_bytes};
 pub use tenants::{Caller, DEFAULT_TENANT, SharedSpace, Tenant, Tenants};
 
@@ -51,6 +53,8 @@ pub struct Config {
     pub tenants: Tenants,
     /// Metrics and health.
     pub metrics: MetricsAddress,
+    /// Where routers are told which blocks lie here. Default: nowhere.
+    pub events: Option<EventSettings>,
     /// The log.
     pub log: LogSettings,
     /// Each read of the drive is held back by as many milliseconds as this file says. For tests

@@ -702,4 +702,6 @@ pub struct CatalogStats {
     pub not_spilled_bytes: u64,
     /// Blocks dropped from host RAM under pressure.
     pub dropped_under_pressure: u64,
+    /// Copies that came or went, since start: the version of what a digest describes.
+    pub residency_version: u64,
 }

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, Sender};
 
+use super::FollowResidency;
 use super::gpus::{Closed, Gpus, Place, RegisterError, Registered};
 use super::node::Notify;
 use super::pool::{Encode, Expect, Job, PoolSender, ReadContext, Shared};
@@ -99,6 +100,8 @@ pub(super) struct Conductor {
     pub(super) regions: HashMap<RegionId, (SessionId, Arc<Region>)>,
     /// Jobs that found the device's queue full, in order. Bounded by the blocks in the catalog.
     pub(super) backlog: VecDeque<NvmeJob>,
+    /// Is told which copies come and go.
+    pub(super) follow: Option<FollowResidency>,
     /// The thread that unmaps regions.
     pub(super) reaper: Sender<Arc<Region>>,
     pub(super) last_tick: Instant,
@@ -308,6 +311,11 @@ impl Conductor {
             Action::Degraded { from, to, why, pressure } => {
                 let (from, to, percent) = (from.name(), to.name(), pressure.of(why));
                 tracing::warn!(from, to, why = why.name(), percent, "a step of the ladder");
+            }
+            Action::Residency { changes, whole } => {
+                if let Some(follow) = &self.follow {
+                    (follow.0)(changes, whole);
+                }
             }
             Action::TierOffline { tier, gpu, reason } => {
                 let (tier, gpu) = (tier.name(), gpu.map(|gpu| gpu.0));

@@ -21,7 +21,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::block::NamespaceId;
 use crate::catalog::{
-    ArbiterConfig, Limits, OwnerQuotas, PolicyChoice, PrefillConfig, TenantId, slab_bytes_for,
+    ArbiterConfig, Limits, OwnerQuotas, PolicyChoice, PrefillConfig, Residency, TenantId,
+    slab_bytes_for,
 };
 use crate::io::fault::{FaultConfig, FaultCounts};
 use crate::io::{ArenaFiles, BlockDevice, PageKind, RingChoice, RingReport};
@@ -67,6 +68,22 @@ pub struct NodeConfig {
     /// Raises the generation of a namespace of which something could not be erased from the
     /// device. Default: none; then such a block may come back at a restart.
     pub retire: Option<RetireNamespace>,
+    /// Is told which copies come and go after the start. Default: nobody.
+    pub follow: Option<FollowResidency>,
+}
+
+/// Is told which copies came and went during one event; `false`: and that there were more. Called
+/// on any thread, and must not block.
+#[derive(Clone)]
+pub struct FollowResidency(pub Arc<Follow>);
+
+/// See [`FollowResidency`].
+pub type Follow = dyn Fn(Vec<Residency>, bool) + Send + Sync;
+
+impl fmt::Debug for FollowResidency {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str("FollowResidency")
+    }
 }
 
 /// Makes all blocks that a namespace has on the device void at the next start, durably; returns
@@ -101,6 +118,7 @@ impl NodeConfig {
             clean_percent: 25,
             idle_ms: 10,
             retire: None,
+            follow: None,
         }
     }
 }

@@ -31,6 +31,9 @@ use crate::tier::nvme::{NvmeDone, NvmeError, NvmeOptions, NvmeWorker};
 /// Requests that wait for the catalog at most; more are answered `Busy` at once.
 const REQUESTS_MAX: usize = 4096;
 
+/// Copies that come and go in one event and are told of at most.
+const RESIDENCY_MAX: usize = 65_536;
+
 /// How long a stop waits for a GPU.
 const GPU_STOP: Duration = Duration::from_secs(5);
 
@@ -156,6 +159,9 @@ impl Node {
         let mut catalog = Catalog::new(catalog_config(&config, arena.bytes(), opened.as_ref()));
         let recovered_blocks = recover(&mut catalog, opened.as_mut());
         let kept = host::adopt(&mut catalog, &arena, kept, &generation);
+        if config.follow.is_some() {
+            catalog.follow_residency(RESIDENCY_MAX);
+        }
 
         let shared = shared_by_all(&arena, config.retire.clone());
         let (asks, ask_source) = bounded(REQUESTS_MAX);
@@ -187,6 +193,7 @@ impl Node {
             sessions: HashMap::new(),
             regions: HashMap::new(),
             backlog: VecDeque::new(),
+            follow: config.follow.clone(),
             reaper,
             last_tick: Instant::now(),
             stopping: false,

@@ -30,7 +30,7 @@ impl Catalog {
         InspectPage { rows, cursor: (at < end).then_some(at) }
     }
 
-    fn row(&self, index: u32, block: &Block) -> InspectRow {
+    pub(super) fn row(&self, index: u32, block: &Block) -> InspectRow {
         let parent = match block.parent {
             super::table::NIL => BlockKey::ROOT,
             parent => self.table.get(parent).key,
@@ -169,6 +169,7 @@ impl Catalog {
             ladder: self.ladder.report(self.now),
             not_spilled_bytes: counters.not_spilled_bytes,
             dropped_under_pressure: counters.dropped_under_pressure,
+            residency_version: self.journal.version,
         }
     }
 }

@@ -50,6 +50,7 @@ impl Catalog {
             let how = use_of(&self.table, &self.reuse, *index, true);
             self.host.tier.insert(*index, self.table.get(*index).raw_bytes, how);
             self.touch(*index);
+            self.note_copy(*index, Tier::Host, true);
             match self.table.get(*index).spot() {
                 Some(_) => self.count_in_host(*index, true),
                 None => self.become_dirty(*index),

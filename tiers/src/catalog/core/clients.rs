@@ -1,6 +1,6 @@
 //! What clients hold: sessions, regions, leases and pins. Every count has a limit.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::request::{GpuId, LeaseId, PinId, RegionId, SessionId, TenantId, Timestamp};
 use super::table::BlockRef;
@@ -8,8 +8,8 @@ use super::table::BlockRef;
 /// One connected client.
 pub(crate) struct Session {
     pub(crate) tenant: TenantId,
-    pub(crate) regions: HashSet<RegionId>,
-    pub(crate) leases: HashSet<LeaseId>,
+    pub(crate) regions: BTreeSet<RegionId>,
+    pub(crate) leases: BTreeSet<LeaseId>,
     /// Lookups with a lease so far.
     pub(crate) lookups: u64,
     pub(crate) tickets: usize,

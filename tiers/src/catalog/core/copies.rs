@@ -8,6 +8,7 @@ use super::codecs::ReadClock;
 use super::dirty::Dirty;
 use super::event::{Action, CatalogConfig, NvmeShape, SlotPlace};
 use super::flow::Waiter;
+use super::planted::Planted;
 use super::request::{MissReason, OfflineReason, Outcome, Tier};
 use super::reuse::RequestId;
 use super::segments::Segments;
@@ -176,11 +177,17 @@ impl Catalog {
     fn victim(&mut self, home: Home, class: ClassId) -> Option<u32> {
         let usable = self.nvme_usable();
         let (now, weigh_cost) = (step_of(self.now), self.config.weigh_cost);
+        let evicts_leased = self.has_planted(Planted::LeasedBlockEvicted);
         let table = &self.table;
         let view = View { table, reuse: &self.reuse, home, now, weigh_cost };
         match home {
             Home::Host => {
-                let leave = |index| host_may_leave(table.get(index), usable);
+                let idle =
+                    |index| matches!(table.get(index).host, HostCopy::Resident { users: 0, .. });
+                let leave = |index| match host_may_leave(table.get(index), usable) {
+                    Leave::Pinned if evicts_leased && idle(index) => Leave::Yes,
+                    leave => leave,
+                };
                 self.host.tier.victim(class, &view, leave)
             }
             Home::Device(gpu) => {
@@ -286,11 +293,12 @@ impl Catalog {
                 self.table.get_mut(index).host = doomed;
             }
             HostCopy::Resident { slot, users } => {
+                self.note_copy(index, Tier::Host, false);
                 self.count_in_host(index, false);
                 self.forget_dirty(index);
                 let bytes = self.table.get(index).raw_bytes;
                 self.host.tier.remove(index, bytes);
-                if users > 0 {
+                if users > 0 && !self.has_planted(Planted::SlotUsedTwice) {
                     self.table.get_mut(index).host = HostCopy::Draining { slot, users };
                 } else {
                     self.release_host(index, slot);
@@ -363,6 +371,7 @@ impl Catalog {
                     self.table.get_mut(index).host = HostCopy::Absent;
                     self.release_host(index, slot);
                     self.after_loss(index);
+                    self.drained_slot(index);
                 }
             }
             HostCopy::Absent | HostCopy::Filling { .. } => {}
@@ -385,6 +394,7 @@ impl Catalog {
         let Some(location) = self.table.take_off_nvme(index) else {
             return;
         };
+        self.note_copy(index, Tier::Nvme, false);
         let block = self.table.get(index);
         let (pinned, orphan) = (block.pins > 0, block.orphan);
         let resident = matches!(block.host, HostCopy::Resident { .. });

@@ -99,6 +99,7 @@ impl Catalog {
         if let Some(found) = self.device_mut(gpu) {
             found.bytes_in += bytes;
         }
+        self.note_copy(index, Tier::Device, true);
         self.note_device_only(index);
     }
 
@@ -130,6 +131,7 @@ impl Catalog {
                 self.table.get_mut(index).device = doomed;
             }
             DeviceCopy::Resident { gpu, slot, users } => {
+                self.note_copy(index, Tier::Device, false);
                 let bytes = self.table.get(index).raw_bytes;
                 if let Some(found) = self.device_mut(gpu) {
                     found.dirty.remove(index);

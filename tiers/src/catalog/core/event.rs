@@ -8,6 +8,7 @@ use super::request::{
     AskId, CodecChoice, GpuId, OfflineReason, Outcome, RegionId, Reply, Request, SessionId,
     TenantId, TicketId, Tier,
 };
+use super::residency::Residency;
 use super::slots::SlotId;
 use crate::block::{
     BlockKey, Codec, Descriptor, ElementType, NamespaceId, NarrowShape, PAGE_BYTES, Sum128,
@@ -411,6 +412,13 @@ pub enum Action {
         why: Signal,
         /// What was measured.
         pressure: Pressure,
+    },
+    /// Copies came and went; only where somebody follows ([`super::Catalog::follow_residency`]).
+    Residency {
+        /// Which, in order.
+        changes: Vec<Residency>,
+        /// These are all. Otherwise there were more, and whoever follows has to look anew.
+        whole: bool,
     },
     /// A tier went off. For the log.
     TierOffline {

@@ -276,6 +276,19 @@ impl Flow {
         }
     }
 
+    /// Those who wait for the block to be in host RAM and want nothing else wait no longer.
+    pub(crate) fn take_prefetches(&mut self, block: u32) -> Vec<Part> {
+        let Some(waiters) = self.waiters.get_mut(&block) else {
+            return Vec::new();
+        };
+        let prefetches = |waiter: &mut Waiter| matches!(waiter, Waiter::Prefetch { .. });
+        let parts = waiters.extract_if(.., prefetches).map(|waiter| waiter.part()).collect();
+        if waiters.is_empty() {
+            self.waiters.remove(&block);
+        }
+        parts
+    }
+
     pub(crate) fn wait(&mut self, block: u32, waiter: Waiter) {
         self.waiters.entry(block).or_default().push(waiter);
     }

@@ -91,15 +91,33 @@ impl Catalog {
                 };
                 self.flow.wait(index, Waiter::Load { part, target, place, tier });
             }
-            (DeviceCopy::Resident { .. }, HostCopy::Absent, _) => {
+            // A slot that still drains is waited for: see `drained_slot`.
+            (DeviceCopy::Resident { .. }, HostCopy::Absent | HostCopy::Draining { .. }, _) => {
                 self.flow.wait(index, Waiter::Load { part, target, place, tier: Tier::Device });
                 self.queue_demote(index);
             }
-            (_, HostCopy::Absent, NvmeCopy::Resident(_)) if self.nvme_usable() => {
+            (_, HostCopy::Absent | HostCopy::Draining { .. }, NvmeCopy::Resident(_))
+                if self.nvme_usable() =>
+            {
                 self.flow.wait(index, Waiter::Load { part, target, place, tier: Tier::Nvme });
                 self.queue_fetch(index, true);
             }
             _ => self.finish(part, Outcome::Missed(MissReason::Absent)),
+        }
+    }
+
+    /// The last reader of a bad slot is done: whoever waits for another copy of the block gets it.
+    pub(super) fn drained_slot(&mut self, index: u32) {
+        if self.table.live(index).is_none() || !self.flow.is_awaited(index) {
+            return;
+        }
+        let block = self.table.get(index);
+        if block.device_slot().is_some() {
+            self.queue_demote(index);
+        } else if matches!(block.nvme, NvmeCopy::Resident(_)) && self.nvme_usable() {
+            self.queue_fetch(index, true);
+        } else if block.device == DeviceCopy::Absent {
+            self.fail_waiters(index, MissReason::Absent);
         }
     }
 
@@ -317,6 +335,8 @@ impl Catalog {
     pub(super) fn pump_fetches(&mut self) {
         let limit = self.nvme.as_ref().map_or(0, |nvme| nvme.shape.reads_in_flight);
         let (mut deferred, mut over) = (Vec::new(), Vec::new());
+        // Sizes of blocks that found no slot: the next one of that size finds none either.
+        let mut full: Vec<u32> = Vec::new();
         while self.flow.reads < limit && deferred.len() + over.len() < DEFERRED_MAX {
             let Some((index, urgent)) = self.next_fetch() else {
                 break;
@@ -325,8 +345,14 @@ impl Catalog {
             let NvmeCopy::Resident(location) = block.nvme else {
                 continue;
             };
-            let Some(slot) = self.take_slot(Home::Host, index) else {
-                let over_quota = self.quotas.refusal().is_some();
+            let raw_bytes = block.raw_bytes;
+            let tried = full.contains(&raw_bytes);
+            let slot = if tried { None } else { self.take_slot(Home::Host, index) };
+            let Some(slot) = slot else {
+                let over_quota = !tried && self.quotas.refusal().is_some();
+                if !tried && !over_quota {
+                    full.push(raw_bytes);
+                }
                 if self.no_room(index, urgent) {
                     match over_quota {
                         true => over.push((index, urgent)),
@@ -385,7 +411,10 @@ impl Catalog {
         }
         let reinsert = block.is_reinserted();
         block.set_reinserted(false);
-        self.fail_waiters(index, MissReason::NoRoom);
+        // A client that waits for the block too has queued it for itself.
+        for part in self.flow.take_prefetches(index) {
+            self.finish(part, Outcome::Missed(MissReason::NoRoom));
+        }
         if reinsert {
             self.drop_nvme(index, false);
             self.after_loss(index);
@@ -489,6 +518,7 @@ impl Catalog {
         self.host.bytes_in += u64::from(block.raw_bytes);
         let reinserted = block.is_reinserted();
         block.set_reinserted(false);
+        self.note_copy(index, Tier::Host, true);
         self.count_in_host(index, true);
         let block = self.table.get(index);
         if reinserted && matches!(block.nvme, NvmeCopy::Resident(_)) {

@@ -1,6 +1,7 @@
 //! Lookups, leases, pins and touches.
 
 use super::Catalog;
+use super::planted::Planted;
 use super::request::{
     Conversation, Hints, LeaseId, Limit, LookupReply, PinId, PrefixQuery, Refusal, Reply, Run,
     RunState, SessionId, Tier,
@@ -245,13 +246,15 @@ impl Catalog {
     /// How many blocks of a run, from the root on, can be pinned in all of the lists.
     fn pinnable(&self, lists: &[Vec<u32>]) -> usize {
         let mut bytes = self.counters.pinned_bytes;
+        let one_more = self.has_planted(Planted::LimitOffByOne);
         let length = lists.first().map_or(0, Vec::len);
         (0..length)
             .take_while(|at| {
                 let each = lists.iter().filter_map(|list| list.get(*at));
                 let new = each.map(|index| self.table.get(*index)).filter(|block| block.pins == 0);
-                bytes += new.map(|block| u64::from(block.raw_bytes)).sum::<u64>();
-                bytes <= self.pinned_bytes_max()
+                let new = new.map(|block| u64::from(block.raw_bytes)).sum::<u64>();
+                bytes += new;
+                bytes <= self.pinned_bytes_max() + if one_more { new } else { 0 }
             })
             .count()
     }

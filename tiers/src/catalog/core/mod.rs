@@ -25,11 +25,15 @@ mod ladder;
 mod line;
 mod load;
 mod lookup;
+mod planted;
 mod policy;
 mod prefill;
 mod quota;
+mod residency;
 mod reuse;
 mod segments;
+#[cfg(any(test, feature = "simulation"))]
+pub mod simulation;
 mod slot_tier;
 mod slots;
 mod spill;
@@ -39,7 +43,7 @@ mod table;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 
 pub use adopt::AdoptedSlab;
 pub use arbiter::ArbiterConfig;
@@ -50,6 +54,7 @@ pub use event::{
 };
 pub use policy::{About, Arc, Fifo, Lru, Outlook, Policy, PolicyChoice, Pre, QUEUES, Sieve, Use};
 pub use prefill::PrefillConfig;
+pub use residency::Residency;
 pub use slots::SlotId;
 
 use super::advice;
@@ -66,8 +71,11 @@ use drain::Drain;
 use erase::Erasures;
 use flow::{Flow, Op, Part, Target, Ticket, TicketKind};
 use ladder::Ladder;
+#[cfg(test)]
+use planted::Planted;
 use prefill::Prefills;
 use quota::Quotas;
+use residency::Journal;
 use reuse::Reuse;
 use store::Stored;
 use table::BlockTable;
@@ -99,7 +107,10 @@ pub struct Catalog {
     ladder: Ladder,
     counters: Counters,
     drain: Option<Drain>,
+    journal: Journal,
     actions: Vec<Action>,
+    #[cfg(test)]
+    planted: Option<Planted>,
 }
 
 /// Keys reported bad, oldest forgotten first.
@@ -165,7 +176,10 @@ impl Catalog {
             ladder: Ladder::default(),
             counters: Counters::default(),
             drain: None,
+            journal: Journal::default(),
             actions: Vec::new(),
+            #[cfg(test)]
+            planted: None,
         }
     }
 
@@ -222,6 +236,7 @@ impl Catalog {
             self.drop_surplus_ghosts();
         }
         self.answer_drain();
+        self.tell_residency();
         std::mem::take(&mut self.actions)
     }
 
@@ -280,8 +295,8 @@ impl Catalog {
     fn open_session(&mut self, session: SessionId, tenant: TenantId) {
         let holder = Session {
             tenant,
-            regions: HashSet::new(),
-            leases: HashSet::new(),
+            regions: BTreeSet::new(),
+            leases: BTreeSet::new(),
             lookups: 0,
             tickets: 0,
         };

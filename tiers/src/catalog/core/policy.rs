@@ -239,7 +239,7 @@ impl Policy for Sieve {
         may_leave: &mut dyn FnMut(u32) -> bool,
     ) -> Option<u32> {
         // Two rounds: the first may spare every block.
-        for _ in 0..SCAN_MAX.max(2 * self.order.len() + 1) {
+        for _ in 0..2 * self.order.len() + 1 {
             let block = self.hand.or_else(|| self.order.back())?;
             self.hand = self.order.warmer(block);
             if self.used.get(block as usize).copied().unwrap_or(false) {

@@ -14,6 +14,9 @@ use super::table::{BlockTable, DeviceCopy, HostCopy};
 /// Searches for one victim at most, each past thousands of pinned blocks.
 const SEARCHES_MAX: usize = 64;
 
+/// A search that looked at fewer blocks than this has seen them all.
+const LOOKS_OF_PART: usize = 2048;
+
 /// Which of the tiers with slots.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Home {
@@ -168,20 +171,23 @@ impl SlotTier {
     ) -> Option<u32> {
         let policy = self.policies.get_mut(class)?;
         for _ in 0..SEARCHES_MAX {
-            let mut pinned = Vec::new();
-            let victim = policy.victim(outlook, &mut |index| match leave(index) {
-                Leave::Yes => true,
-                Leave::No => false,
-                Leave::Pinned => {
-                    pinned.push(index);
-                    false
+            let (mut pinned, mut looks) = (Vec::new(), 0);
+            let victim = policy.victim(outlook, &mut |index| {
+                looks += 1;
+                match leave(index) {
+                    Leave::Yes => true,
+                    Leave::No => false,
+                    Leave::Pinned => {
+                        pinned.push(index);
+                        false
+                    }
                 }
             });
             // What is pinned is in use: it must not be in the way of the next search.
             for index in &pinned {
                 policy.touch(*index, outlook.how(*index));
             }
-            if victim.is_some() || pinned.is_empty() {
+            if victim.is_some() || pinned.is_empty() || looks < LOOKS_OF_PART {
                 return victim;
             }
         }

@@ -313,6 +313,7 @@ impl Catalog {
                 segment.orphan_bytes += page_ceil(u64::from(location.stored_bytes));
             }
         }
+        self.note_copy(index, Tier::Nvme, true);
         self.count_in_host(index, true);
     }
 

@@ -5,7 +5,7 @@ use super::event::{Action, OpError, OpId, SlotPlace};
 use super::flow::{Op, Part, Target, TicketKind, Waiter};
 use super::request::{
     GpuId, Hints, Limit, MissReason, Outcome, PrefixQuery, Refusal, RejectReason, Reply, SessionId,
-    StoreBlock, TicketId,
+    StoreBlock, TicketId, Tier,
 };
 use super::reuse::{Path, RequestId, short_key};
 use super::slot_tier::Home;
@@ -318,6 +318,7 @@ impl Catalog {
                 block.raw_sum = sum;
                 block.host = HostCopy::Resident { slot, users: 0 };
                 self.host.bytes_in += u64::from(block.raw_bytes);
+                self.note_copy(index, Tier::Host, true);
                 self.count_in_host(index, true);
                 self.become_dirty(index);
                 self.finish(part, Outcome::Stored);

@@ -7,6 +7,7 @@ mod policy;
 mod prefill;
 mod quota;
 mod reclaim;
+mod stories;
 
 use std::collections::{HashMap, VecDeque};
 

@@ -145,7 +145,8 @@ impl Policy for Arc {
         let mut queue = if *self.count(ONCE) > self.target { ONCE } else { AGAIN };
         let mut at = self.queues.back(queue);
         let mut ends = 0;
-        for _ in 0..SCAN_MAX {
+        // Every block comes by twice at most, and those that were moved to a front once more.
+        for _ in 0..SCAN_MAX.min(4 * (self.queues.len() + 1)) {
             let Some(block) = at else {
                 ends += 1;
                 if ends == 2 {

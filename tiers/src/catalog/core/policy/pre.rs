@@ -106,7 +106,8 @@ impl Pre {
         outlook: &dyn Outlook,
         may_leave: &mut dyn FnMut(u32) -> bool,
     ) -> Option<u32> {
-        for _ in 0..SCAN_MAX {
+        // Every block comes by twice at most, and those that were moved to a front once more.
+        for _ in 0..SCAN_MAX.min(4 * (self.queues.len() + 1)) {
             let order = |one: &&mut Candidate, other: &&mut Candidate| {
                 let scores = one.score.total_cmp(&other.score);
                 scores.then(one.about.tick.cmp(&other.about.tick))
