@@ -254,7 +254,7 @@ fn another_version_is_refused_with_a_sentence() {
     stream.read_to_end(&mut answer).unwrap();
     assert_eq!(answer[10], HelloRefusal::Version as u8);
     let text = String::from_utf8_lossy(&answer[80..]).into_owned();
-    assert!(text.contains("protocol 99") && text.contains("daemon 4"), "{text}");
+    assert!(text.contains("protocol 99") && text.contains("daemon 5"), "{text}");
 }
 
 #[test]
