@@ -124,6 +124,26 @@ fn leaf_first_lru_on_coding_agents() {
     check("cc_small64_64.kvtrace.csv.zst", "cc_small64_64", "lru", 2);
 }
 
+/// As many hits of coding agents as were set as a goal, where the cache is smallest. Takes minutes,
+/// so it is run on request (`--ignored`).
+#[test]
+#[ignore = "takes minutes"]
+fn predicted_reuse_on_coding_agents() {
+    reaches("cc_node_256.kvtrace.csv.zst", "pre", &[(7_709, 16_800_000)]);
+}
+
+/// The same for leaf-first LRU, to the block.
+#[test]
+#[ignore = "takes minutes"]
+fn leaf_first_lru_on_a_node_of_coding_agents() {
+    let file = "cc_node_256.kvtrace.csv.zst";
+    let Some(path) = trace(file) else { return };
+    let golden = golden("cc_node_256", "lru");
+    let (blocks, hits) = golden.into_iter().min().unwrap();
+    let result = sim::simulate(&args(path, "lru", Some(blocks))).unwrap();
+    assert_eq!(result.summary.blocks_hit_host, hits, "{blocks} blocks");
+}
+
 /// The reader agrees with the published totals of every trace.
 #[test]
 fn totals_of_the_traces() {

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use kvtide_tiers::block::{BlockKey, NamespaceId, RegionLayout};
 use kvtide_tiers::catalog::{
-    ConversationUse, Drained, InspectPage, KeepRule, LoadBlock, Outcome, PinId, StoreBlock,
+    ConversationUse, Drained, Hints, InspectPage, KeepRule, LoadBlock, Outcome, PinId, StoreBlock,
 };
 use kvtide_tiers::io::SharedMemory;
 
@@ -67,6 +67,11 @@ impl Client {
     /// The asynchronous client below. Its futures must run inside a tokio runtime.
     pub fn as_async(&self) -> &client::Client {
         &self.inner
+    }
+
+    /// See [`crate::Client::with_hints`].
+    pub fn with_hints(&self, hints: Hints) -> Client {
+        Client { inner: self.inner.with_hints(hints), runtime: Arc::clone(&self.runtime) }
     }
 
     /// See [`crate::Client::is_connected`].

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use kvtide_tiers::block::{BlockKey, NamespaceId, RegionLayout};
 use kvtide_tiers::catalog::{
-    Advice, ConversationUse, Drained, InspectPage, KeepRule, LoadBlock, MissReason, Outcome, PinId,
-    StoreBlock, TicketId,
+    Advice, ConversationUse, Drained, Hints, InspectPage, KeepRule, LoadBlock, MissReason, Outcome,
+    PinId, StoreBlock, TicketId,
 };
 use kvtide_tiers::io::SharedMemory;
 use serde_bytes::ByteBuf;
@@ -50,6 +50,7 @@ const BUSY_PAUSE: Duration = Duration::from_millis(10);
 #[derive(Clone)]
 pub struct Client {
     guard: Arc<Guard>,
+    hints: Hints,
 }
 
 struct Guard {
@@ -112,7 +113,7 @@ impl Client {
         let shared = Shared::new(config);
         shared.connect().await?;
         tokio::spawn(supervise(Arc::clone(&shared)));
-        Ok(Client { guard: Arc::new(Guard { shared }) })
+        Ok(Client { guard: Arc::new(Guard { shared }), hints: Hints::default() })
     }
 
     /// A client that connects in the background as soon as the daemon is there. Until then lookups
@@ -120,7 +121,14 @@ impl Client {
     pub fn connect_later(config: ClientConfig) -> Client {
         let shared = Shared::new(config);
         tokio::spawn(supervise(Arc::clone(&shared)));
-        Client { guard: Arc::new(Guard { shared }) }
+        Client { guard: Arc::new(Guard { shared }), hints: Hints::default() }
+    }
+
+    /// The same client, whose lookups, loads, stores, prefetches and touches say this of the
+    /// conversation that they are for. Wrong hints make the cache less useful and nothing else; in
+    /// a shared namespace they count only where they cannot harm others.
+    pub fn with_hints(&self, hints: Hints) -> Client {
+        Client { hints, ..self.clone() }
     }
 
     fn shared(&self) -> &Arc<Shared> {
@@ -336,10 +344,11 @@ impl Client {
             });
         }
         let lease_ms = u32::try_from(lease.as_millis()).unwrap_or(u32::MAX);
+        let hints = self.hints;
         let reply = self
             .shared()
             .call(&link, self.limit(), |stub, context| async move {
-                stub.lookup(context, wire, lease_ms).await
+                stub.lookup(context, wire, lease_ms, hints).await
             })
             .await??;
         let lease = reply.lease.map(|id| Lease {
@@ -381,6 +390,7 @@ impl Client {
                 after_event: region.after_event(),
                 keys,
                 places,
+                hints: self.hints,
             })
         };
         let ask = |stub: KvtideClient, context, load, wait_ms| async move {
@@ -414,6 +424,7 @@ impl Client {
                     .iter()
                     .map(|each| (each.position, each.tokens, each.place))
                     .collect(),
+                hints: self.hints,
             })
         };
         let ask = |stub: KvtideClient, context, store, wait_ms| async move {
@@ -430,8 +441,9 @@ impl Client {
         wait: Duration,
     ) -> Ticket {
         let prepare = |link: &Link| prefix_on(link, namespace, keys);
+        let hints = self.hints;
         let ask = |stub: KvtideClient, context, prefix, wait_ms| async move {
-            stub.prefetch(context, prefix, wait_ms).await
+            stub.prefetch(context, prefix, wait_ms, hints).await
         };
         self.ticket(TicketKind::Prefetch, keys.len(), None, wait, prepare, ask).await
     }
@@ -583,7 +595,9 @@ impl Client {
         Ok(())
     }
 
-    /// Marks blocks as used now; answers how many there were.
+    /// Marks blocks as used now; answers how many there were. With hints ([`Client::with_hints`])
+    /// it tells of a conversation without asking for anything: that it is over, or, by
+    /// [`Hints::drop`], that its blocks can go now; then it answers how many went.
     ///
     /// # Errors
     /// See [`ClientError`].
@@ -594,8 +608,11 @@ impl Client {
     ) -> Result<u64, ClientError> {
         let link = self.shared().gate()?;
         let prefix = prefix_on(&link, namespace, keys)?;
-        self.try_ask(self.limit(), |stub, context| async move { stub.touch(context, prefix).await })
-            .await
+        let hints = self.hints;
+        self.try_ask(self.limit(), |stub, context| async move {
+            stub.touch(context, prefix, hints).await
+        })
+        .await
     }
 
     /// Tells the daemon that these blocks' bytes are wrong: they are dropped and refused. In a

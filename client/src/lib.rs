@@ -40,13 +40,15 @@ pub use kvtide_tiers::block::{
     RankScope, RegionLayout, Wide,
 };
 pub use kvtide_tiers::catalog::{
-    Advice, CatalogStats, ConversationUse, Drained, Dropped, InspectPage, InspectRow, KeepRule,
-    LeaseId, LoadBlock, MissReason, Outcome, OwnerUse, PinId, PrefillStats, Quota, QuotaUse,
-    RejectReason, Run, RunState, StoreBlock, Tier, TierQuotas, TierUse, TierWorth, Withheld,
+    Advice, CatalogStats, Conversation, ConversationUse, Drained, Dropped, Hints, InspectPage,
+    InspectRow, KeepRule, LeaseId, LoadBlock, MissReason, Outcome, OwnerUse, PinId, PrefillStats,
+    Priority, Quota, QuotaUse, RejectReason, Run, RunState, StoreBlock, Tier, TierQuotas, TierUse,
+    TierWorth, Withheld,
 };
 pub use kvtide_tiers::io::SharedMemory;
 pub use protocol::{
-    CallError, Digest, GpuStatus, NamespaceRow, NamespaceSpec, OwnerRow, Pinned, ServiceStats,
-    StatsReply, StatusReport, TenantStats, TierDigest, VersionInfo, block_hash,
+    CallError, Digest, DriveStatus, GpuStatus, NamespaceRow, NamespaceSpec, OwnerRow, Pinned,
+    PolicyStatus, ServiceStats, StatsReply, StatusReport, TenantStats, TierDigest, VersionInfo,
+    block_hash,
 };
 pub use region::{AsRegion, RegionHandle, RegionRef};

@@ -10,22 +10,23 @@
 // The service macro writes items of its own that carry no documentation.
 #![allow(missing_docs, clippy::too_many_arguments)]
 
+mod digest;
+mod policy;
 mod quota;
 
 use kvtide_tiers::block::{
     BlockKey, GpuRegionSpec, Namespace, NamespaceId, NamespaceKey, RegionLayout,
 };
 use kvtide_tiers::catalog::{
-    CatalogStats, CodecChoice, CodecReport, ConversationUse, Drained, GrantId, InspectPage,
+    CatalogStats, CodecChoice, CodecReport, ConversationUse, Drained, GrantId, Hints, InspectPage,
     LeaseId, Limit, LookupReply, Outcome, PinId, PrefillAnswer, PrefillAsk, PrefillReport, Refusal,
     RegionId, TicketId, Tier,
 };
 use serde::{Deserialize, Serialize};
 use serde_bytes::ByteBuf;
 
-mod digest;
-
 pub use digest::{DIGEST_BYTES_MAX, Digest, TierDigest, block_hash};
+pub use policy::{DriveStatus, PolicyStatus};
 pub use quota::{OwnerRow, WireKeep};
 
 /// The version of hello and messages that this library speaks.
@@ -54,19 +55,27 @@ pub trait Kvtide {
     /// memory may be freed.
     async fn unregister_region(region: RegionId) -> Result<(), CallError>;
     /// The longest run that all of the prefixes have.
-    async fn lookup(prefixes: Vec<WirePrefix>, lease_ms: u32) -> Result<LookupReply, CallError>;
+    async fn lookup(
+        prefixes: Vec<WirePrefix>,
+        lease_ms: u32,
+        hints: Hints,
+    ) -> Result<LookupReply, CallError>;
     /// Copies blocks into a region.
     async fn load(load: WireLoad, wait_ms: u32) -> Result<TicketReply, CallError>;
     /// Copies blocks out of a region.
     async fn store(store: WireStore, wait_ms: u32) -> Result<TicketReply, CallError>;
     /// Brings blocks of nvme into host RAM.
-    async fn prefetch(prefix: WirePrefix, wait_ms: u32) -> Result<TicketReply, CallError>;
+    async fn prefetch(
+        prefix: WirePrefix,
+        wait_ms: u32,
+        hints: Hints,
+    ) -> Result<TicketReply, CallError>;
     /// Waits until one of the tickets has ended, and returns all that have.
     async fn wait(tickets: Vec<TicketId>, wait_ms: u32) -> Result<Vec<TicketEnd>, CallError>;
     /// Ends leases; answers the number that were alive.
     async fn release(leases: Vec<LeaseId>) -> Result<u64, CallError>;
-    /// Marks blocks as used now.
-    async fn touch(prefix: WirePrefix) -> Result<u64, CallError>;
+    /// Marks blocks as used now, or as hints say; answers how many were there, or were dropped.
+    async fn touch(prefix: WirePrefix, hints: Hints) -> Result<u64, CallError>;
     /// Keeps blocks for a time.
     async fn pin(prefix: WirePrefix, ttl_ms: u64) -> Result<Pinned, CallError>;
     /// Ends a pin.
@@ -216,6 +225,8 @@ pub struct WireLoad {
     pub keys: ByteBuf,
     /// One place per key.
     pub places: Vec<u32>,
+    /// What the engine knows of the conversation.
+    pub hints: Hints,
 }
 
 /// Blocks to store.
@@ -235,6 +246,8 @@ pub struct WireStore {
     pub parents: ByteBuf,
     /// Position, tokens and place of each block.
     pub blocks: Vec<(u32, u32, u32)>,
+    /// What the engine knows of the conversation.
+    pub hints: Hints,
 }
 
 /// What to forget.
@@ -413,6 +426,8 @@ pub struct StatusReport {
     pub codec: CodecChoice,
     /// What that comes to for the namespaces that the caller may see, where it is not simply raw.
     pub codecs: Vec<CodecReport>,
+    /// Which blocks leave first, and what may be written to nvme.
+    pub policy: PolicyStatus,
 }
 
 /// One GPU of the device tier.

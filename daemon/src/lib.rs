@@ -14,6 +14,7 @@ pub mod counters;
 pub mod devices;
 pub mod digest;
 pub mod drain;
+mod drive;
 pub mod events;
 pub mod gpu;
 mod kept;

@@ -174,13 +174,23 @@ impl Service {
         }
     }
 
+    /// What the caller may say of blocks of the namespace: in one that is only shared with it,
+    /// nothing by which others lose blocks.
+    fn hints(&self, namespace: NamespaceId, hints: Hints) -> Hints {
+        let own = hints.says_nothing() || self.managed(namespace, true).is_ok();
+        if own { hints } else { hints.harmless() }
+    }
+
     async fn do_lookup(
         &self,
         prefixes: Vec<WirePrefix>,
         lease_ms: u32,
+        hints: Hints,
     ) -> Result<LookupReply, CallError> {
         let prefixes: Vec<PrefixQuery> =
             prefixes.iter().map(|prefix| self.prefix(prefix)).collect::<Result<_, _>>()?;
+        let namespaces = prefixes.iter().map(|prefix| prefix.namespace);
+        let hints = namespaces.fold(hints, |hints, namespace| self.hints(namespace, hints));
         let limits = self.app.limits();
         let keys: usize = prefixes.iter().map(|prefix| prefix.keys.len()).sum();
         if keys > limits.catalog.keys_per_call {
@@ -188,7 +198,7 @@ impl Service {
         }
         let asked = prefixes.first().map_or(0, |prefix| prefix.keys.len());
         let lease_ms = lease_ms.min(limits.catalog.lease_ms_max);
-        match self.ask(Request::Lookup { prefixes, lease_ms, hints: Hints::default() }).await? {
+        match self.ask(Request::Lookup { prefixes, lease_ms, hints }).await? {
             Reply::Lookup(reply) => {
                 let counters = &self.session.counters;
                 counters.lookups.fetch_add(1, Ordering::Relaxed);
@@ -210,7 +220,8 @@ impl Service {
         let blocks = blocks.map(|(key, place)| LoadBlock { key, place }).collect();
         let (lease, region, after_event) = (load.lease, load.region, load.after_event);
         gpu::check_event(&self.session, region, after_event)?;
-        let request = Request::Load { lease, namespace, region, after_event, blocks };
+        let hints = self.hints(namespace, load.hints);
+        let request = Request::Load { lease, namespace, region, after_event, blocks, hints };
         self.ticket(request, wait_ms).await
     }
 
@@ -239,7 +250,7 @@ impl Service {
             .collect();
         let WireStore { conversation, region, after_event, .. } = store;
         gpu::check_event(&self.session, region, after_event)?;
-        let hints = Hints::default();
+        let hints = self.hints(namespace, store.hints);
         let request =
             Request::Store { namespace, conversation, region, after_event, blocks, hints };
         self.ticket(request, wait_ms).await
@@ -472,9 +483,10 @@ impl Kvtide for Service {
         _: Context,
         prefixes: Vec<WirePrefix>,
         lease_ms: u32,
+        hints: Hints,
     ) -> Result<LookupReply, CallError> {
         self.called("lookup");
-        self.done(self.do_lookup(prefixes, lease_ms).await)
+        self.done(self.do_lookup(prefixes, lease_ms, hints).await)
     }
 
     async fn report_prefill(self, _: Context, report: PrefillReport) -> Result<bool, CallError> {
@@ -518,10 +530,12 @@ impl Kvtide for Service {
         _: Context,
         prefix: WirePrefix,
         wait_ms: u32,
+        hints: Hints,
     ) -> Result<TicketReply, CallError> {
         self.called("prefetch");
+        let hints = self.hints(prefix.namespace, hints);
         let result = match self.prefix(&prefix) {
-            Ok(prefix) => self.ticket(Request::Prefetch { prefix }, wait_ms).await,
+            Ok(prefix) => self.ticket(Request::Prefetch { prefix, hints }, wait_ms).await,
             Err(error) => Err(error),
         };
         self.done(result)
@@ -555,10 +569,11 @@ impl Kvtide for Service {
         Ok(ended)
     }
 
-    async fn touch(self, _: Context, prefix: WirePrefix) -> Result<u64, CallError> {
+    async fn touch(self, _: Context, prefix: WirePrefix, hints: Hints) -> Result<u64, CallError> {
         self.called("touch");
+        let hints = self.hints(prefix.namespace, hints);
         let result = match self.prefix(&prefix) {
-            Ok(prefix) => self.count(Request::Touch { prefix, hints: Hints::default() }).await,
+            Ok(prefix) => self.count(Request::Touch { prefix, hints }).await,
             Err(error) => Err(error),
         };
         self.done(result)
@@ -629,7 +644,8 @@ impl Kvtide for Service {
     async fn status(self, _: Context) -> Result<StatusReport, CallError> {
         self.called("status");
         let codecs = self.codecs().await;
-        Ok(crate::status::report(&self.app, &self.session, codecs))
+        let stats = self.app.stats().await;
+        Ok(crate::status::report(&self.app, &self.session, codecs, stats.as_deref()))
     }
 
     async fn namespaces(self, _: Context) -> Result<Vec<NamespaceRow>, CallError> {

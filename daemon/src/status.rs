@@ -3,15 +3,22 @@
 use std::sync::atomic::Ordering;
 
 use kvtide_client::protocol::{PROTOCOL_VERSION, StatusReport};
-use kvtide_tiers::catalog::CodecReport;
+use kvtide_tiers::catalog::{CatalogStats, CodecReport};
 
 use crate::app::{App, io_words};
 use crate::devices;
+use crate::drive;
 use crate::kept;
 use crate::session::Session;
 
-/// The report for one caller, who may see these `codecs`.
-pub fn report(app: &App, session: &Session, codecs: Vec<CodecReport>) -> StatusReport {
+/// The report for one caller, who may see these `codecs`. `stats` are missing while the catalog is
+/// too busy to say.
+pub fn report(
+    app: &App,
+    session: &Session,
+    codecs: Vec<CodecReport>,
+    stats: Option<&CatalogStats>,
+) -> StatusReport {
     let caller = &session.caller;
     let node = app.node().report();
     let tenant = caller.tenant.as_ref();
@@ -47,6 +54,7 @@ pub fn report(app: &App, session: &Session, codecs: Vec<CodecReport>) -> StatusR
         },
         codec: tenant.map(|tenant| tenant.codec).unwrap_or_default(),
         codecs,
+        policy: drive::policy(app, session, stats),
         tenant: own,
     }
 }

@@ -18,7 +18,7 @@ use kvtide_client::{
     RegionLayout, SharedMemory,
 };
 use kvtide_tiers::block::{GpuMemory, GpuRegionSpec};
-use kvtide_tiers::catalog::{LeaseId, RegionId};
+use kvtide_tiers::catalog::{Hints, LeaseId, RegionId};
 use tokio::net::UnixStream;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -222,6 +222,7 @@ async fn a_region_of_host_memory_has_no_events() {
         after_event,
         keys: pack_keys([&key]),
         places: vec![0],
+        hints: Hints::default(),
     };
     let answer = peer.stub.load(soon(), load(region, Some(0)), 0).await.unwrap();
     assert!(answer.unwrap_err().to_string().contains("has no events"));
@@ -235,6 +236,7 @@ async fn a_region_of_host_memory_has_no_events() {
         keys: pack_keys([&key]),
         parents: pack_keys([&BlockKey::ROOT]),
         blocks: vec![(0, 4, 0)],
+        hints: Hints::default(),
     };
     let answer = peer.stub.store(soon(), store, 0).await.unwrap();
     assert!(answer.unwrap_err().to_string().contains("has no events"));

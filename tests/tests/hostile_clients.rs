@@ -23,7 +23,7 @@ use kvtide_client::{
     Tier,
 };
 use kvtide_tests::{Daemon, Door, Footprint, KvPool, Peer, Setup, context, namespace, tokens};
-use kvtide_tiers::catalog::{Limit, Refusal, RegionId, TicketId};
+use kvtide_tiers::catalog::{Hints, Limit, Refusal, RegionId, TicketId};
 use rustix::fs::{MemfdFlags, SealFlags};
 use serde::Serialize;
 use tarpc::tokio_serde::Serializer;
@@ -291,7 +291,8 @@ impl Liar {
     ) -> Result<TicketReply, CallError> {
         let keys = pack_keys(self.keys().iter().take(places.len()));
         let (lease, namespace, places) = (LeaseId(lease), self.space.id, places.to_vec());
-        let load = WireLoad { lease, namespace, region, after_event: None, keys, places };
+        let (after_event, hints) = (None, Hints::default());
+        let load = WireLoad { lease, namespace, region, after_event, keys, places, hints };
         self.peer.stub.load(soon(), load, 10_000).await.unwrap()
     }
 
@@ -305,6 +306,7 @@ impl Liar {
             keys: pack_keys(&keys),
             parents: pack_keys(std::iter::once(&BlockKey::ROOT).chain(&keys).take(keys.len())),
             blocks: blocks.to_vec(),
+            hints: Hints::default(),
         };
         self.peer.stub.store(soon(), store, 10_000).await.unwrap()
     }
@@ -339,21 +341,23 @@ async fn lies_in_good_frames_are_named() {
     assert!(answer.is_ok(), "{answer:?}");
     stage.assert_serves("lies about places");
 
-    let (stub, space) = (&liar.peer.stub, liar.space.id);
+    let (stub, space, none) = (&liar.peer.stub, liar.space.id, Hints::default());
     let prefix = |keys: &[BlockKey]| WirePrefix { namespace: space, keys: pack_keys(keys) };
     let many = vec![BlockKey([9; 32]); 16_385];
-    let answer = stub.lookup(soon(), vec![prefix(&many)], 1000).await.unwrap();
+    let answer = stub.lookup(soon(), vec![prefix(&many)], 1000, none).await.unwrap();
     assert_eq!(answer, refused(Refusal::TooManyKeys));
     let half = vec![prefix(&many[..10_000]), prefix(&many[..10_000])];
-    assert_eq!(stub.lookup(soon(), half, 0).await.unwrap(), refused(Refusal::TooManyKeys));
+    assert_eq!(stub.lookup(soon(), half, 0, none).await.unwrap(), refused(Refusal::TooManyKeys));
     let unequal = vec![prefix(&many[..2]), prefix(&many[..3])];
-    assert_eq!(stub.lookup(soon(), unequal, 0).await.unwrap(), refused(Refusal::UnequalPrefixes));
-    assert_eq!(stub.touch(soon(), prefix(&many)).await.unwrap(), refused(Refusal::TooManyKeys));
+    let answer = stub.lookup(soon(), unequal, 0, none).await.unwrap();
+    assert_eq!(answer, refused(Refusal::UnequalPrefixes));
+    let answer = stub.touch(soon(), prefix(&many), none).await.unwrap();
+    assert_eq!(answer, refused(Refusal::TooManyKeys));
     let torn = WirePrefix { namespace: space, keys: vec![1; 33].into() };
-    let answer = stub.touch(soon(), torn).await.unwrap();
+    let answer = stub.touch(soon(), torn, none).await.unwrap();
     assert!(matches!(&answer, Err(CallError::Invalid(text)) if text.contains("multiple of 32")));
     let foreign = WirePrefix { namespace: NamespaceId(max), keys: pack_keys(&many[..1]) };
-    let answer = stub.lookup(soon(), vec![foreign.clone()], 0).await.unwrap();
+    let answer = stub.lookup(soon(), vec![foreign.clone()], 0, none).await.unwrap();
     assert!(matches!(answer, Err(CallError::NotAllowed(_))), "{answer:?}");
     let answer = stub.forget(soon(), WireForget::Keys(foreign)).await.unwrap();
     assert!(matches!(answer, Err(CallError::NotFound(_))), "{answer:?}");
@@ -383,7 +387,7 @@ async fn too_much_is_busy_and_not_queued() {
     let prefix = WirePrefix { namespace: liar.space.id, keys: pack_keys(&liar.keys()) };
     let mut leases = 0;
     let busy = loop {
-        match stub.lookup(soon(), vec![prefix.clone()], 600_000).await.unwrap() {
+        match stub.lookup(soon(), vec![prefix.clone()], 600_000, Hints::default()).await.unwrap() {
             Ok(reply) => leases += u32::from(reply.lease.is_some()),
             Err(error) => break error,
         }
@@ -429,6 +433,7 @@ async fn too_much_is_busy_and_not_queued() {
                 soon(),
                 WirePrefix { namespace: NamespaceId(0), keys: Vec::new().into() },
                 500,
+                Hints::default(),
             )
             .await
             .is_ok()

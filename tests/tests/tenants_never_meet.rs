@@ -21,7 +21,7 @@ use kvtide_client::{
 use kvtide_daemon::app::App;
 use kvtide_daemon::config::{Args, Caller, Config};
 use kvtide_tests::{Daemon, Door, Peer, Setup, UNUSED_USER, context, namespace, payload, tokens};
-use kvtide_tiers::catalog::{Refusal, RegionId, TicketId};
+use kvtide_tiers::catalog::{Hints, Refusal, RegionId, TicketId};
 
 const NODE: &str = env!("CARGO_BIN_EXE_kvtide-test-node");
 const BLOCKS: u32 = 8;
@@ -129,6 +129,7 @@ impl Tenant {
             keys: pack_keys(keys),
             parents: pack_keys(parents),
             blocks: (0..).take(keys.len()).map(|at| (at, 4, at)).collect(),
+            hints: Hints::default(),
         };
         Ok(ended(self.peer.stub.store(soon(), store, WAIT_MS).await.unwrap()?))
     }
@@ -148,6 +149,7 @@ impl Tenant {
             after_event: None,
             keys: pack_keys(keys),
             places,
+            hints: Hints::default(),
         };
         Ok(ended(self.peer.stub.load(soon(), load, WAIT_MS).await.unwrap()?))
     }
@@ -158,7 +160,7 @@ impl Tenant {
         keys: &[BlockKey],
     ) -> Result<kvtide_tiers::catalog::LookupReply, CallError> {
         let prefixes = spaces.iter().map(|space| prefix(*space, keys)).collect();
-        self.peer.stub.lookup(soon(), prefixes, 60_000).await.unwrap()
+        self.peer.stub.lookup(soon(), prefixes, 60_000, Hints::default()).await.unwrap()
     }
 }
 
@@ -256,9 +258,10 @@ async fn reads_reach_nothing(victim: &Tenant, intruder: &Tenant, lease: LeaseId)
         assert_eq!(intruder.block(at), [0xaa; BLOCK_BYTES], "bytes came into place {at}");
     }
     let stub = &intruder.peer.stub;
-    assert_not_allowed(stub.prefetch(soon(), prefix(theirs, &keys), WAIT_MS).await.unwrap());
-    let fetched = stub.prefetch(soon(), prefix(own, &keys), WAIT_MS).await.unwrap().unwrap();
-    let fetched = ended(fetched);
+    let none = Hints::default();
+    assert_not_allowed(stub.prefetch(soon(), prefix(theirs, &keys), WAIT_MS, none).await.unwrap());
+    let fetched = stub.prefetch(soon(), prefix(own, &keys), WAIT_MS, none).await.unwrap();
+    let fetched = ended(fetched.unwrap());
     assert!(fetched.iter().all(|each| matches!(each, Outcome::Missed(_))), "{fetched:?}");
 }
 
@@ -267,8 +270,10 @@ async fn changes_reach_nothing(victim: &Tenant, intruder: &Tenant, lease: LeaseI
     let (theirs, own) = (victim.space.id, intruder.space.id);
     let keys = victim.keys();
     let stub = &intruder.peer.stub;
-    assert_not_allowed(stub.touch(soon(), prefix(theirs, &keys)).await.unwrap());
-    assert_eq!(stub.touch(soon(), prefix(own, &keys)).await.unwrap(), Ok(0));
+    for hints in [Hints::default(), Hints::finished(), Hints::drop()] {
+        assert_not_allowed(stub.touch(soon(), prefix(theirs, &keys), hints).await.unwrap());
+        assert_eq!(stub.touch(soon(), prefix(own, &keys), hints).await.unwrap(), Ok(0));
+    }
     let pinned = stub.pin(soon(), prefix(theirs, &keys), 1000).await.unwrap();
     assert!(matches!(pinned, Err(CallError::NotFound(_))), "{pinned:?}");
     let pinned = stub.pin(soon(), prefix(own, &keys), 1000).await.unwrap();
@@ -331,8 +336,8 @@ async fn tickets_and_regions_are_ones_own(victim: &Tenant, intruder: &Tenant, le
 
     let places = (0..BLOCKS).collect();
     let (namespace, region) = (victim.space.id, victim.region);
-    let load =
-        WireLoad { lease, namespace, region, after_event: None, keys: pack_keys(&keys), places };
+    let (keys, hints) = (pack_keys(&keys), Hints::default());
+    let load = WireLoad { lease, namespace, region, after_event: None, keys, places, hints };
     let pending = victim.peer.stub.load(soon(), load, 0).await.unwrap().unwrap();
     let TicketReply::Pending(ticket) = pending else { panic!("{pending:?}") };
     for _ in 0..2 {
@@ -373,7 +378,7 @@ async fn answers_do_not_tell_whether_a_namespace_exists(victim: &Tenant, intrude
         let ask = prefix(id, &keys);
         let texts = [
             format!("{:?}", intruder.lookup(&[id], &keys).await),
-            format!("{:?}", stub.touch(soon(), ask.clone()).await.unwrap()),
+            format!("{:?}", stub.touch(soon(), ask.clone(), Hints::drop()).await.unwrap()),
             format!("{:?}", stub.pin(soon(), ask.clone(), 1).await.unwrap()),
             format!("{:?}", stub.report_bad(soon(), ask.clone()).await.unwrap()),
             format!("{:?}", stub.forget(soon(), WireForget::Namespace(id)).await.unwrap()),

@@ -193,7 +193,8 @@ impl Engine {
         let blocks = numbers.iter().zip(0..);
         let blocks = blocks.map(|(n, place)| LoadBlock { key: key(*n), place }).collect();
         let (namespace, region, after_event) = (NAMESPACE, self.region, None);
-        let load = Request::Load { lease, namespace, region, after_event, blocks };
+        let hints = Hints::default();
+        let load = Request::Load { lease, namespace, region, after_event, blocks, hints };
         let outcomes = self.wait(self.ask(load));
         for ((number, outcome), place) in numbers.iter().zip(&outcomes).zip(0..) {
             let whole = self.read(place) == payload(*number, self.block_bytes());

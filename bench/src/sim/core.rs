@@ -297,6 +297,7 @@ impl Core {
             region: REGION,
             after_event: None,
             blocks,
+            hints: Hints::default(),
         })?;
         let outcomes = self.ended.take().context("a load did not end")?;
         ensure!(outcomes.len() == keys.len(), "a load of {} ended oddly", keys.len());

@@ -44,7 +44,7 @@ pub struct SimArgs {
     #[arg(long)]
     pub trace: PathBuf,
     /// Eviction policy of the host tier.
-    #[arg(long, default_value = "lru", value_parser = PolicyChoice::ALL.map(PolicyChoice::name))]
+    #[arg(long, default_value = "pre", value_parser = PolicyChoice::ALL.map(PolicyChoice::name))]
     pub policy: String,
     /// One tier of so many blocks, instead of tiers of bytes.
     #[arg(long, conflicts_with_all = ["device_bytes", "host_bytes", "nvme_bytes"],

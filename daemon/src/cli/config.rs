@@ -129,6 +129,10 @@ fn settings(config: &Config) -> Vec<Setting> {
             Some(bytes) => list.bytes("nvme.write_bytes_per_day", bytes),
             None => list.text("nvme.write_bytes_per_day", "no limit"),
         }
+        match nvme.rated_bytes {
+            Some(bytes) => list.bytes("nvme.rated_bytes", bytes),
+            None => list.text("nvme.rated_bytes", "not known"),
+        }
     }
     list.text("device.enabled", config.device.enabled.name());
     list.bytes("device.pool_bytes", config.device.pool_bytes);
@@ -235,6 +239,7 @@ impl Settings {
         }
         self.millis("limits.lease_ms_max", Duration::from_millis(catalog.lease_ms_max.into()));
         self.millis("limits.pin_ms_max", Duration::from_millis(catalog.pin_ms_max));
+        self.millis("limits.retain_ms_max", Duration::from_millis(catalog.retain_ms_max));
         self.millis("limits.ticket_ms", Duration::from_millis(catalog.ticket_ms));
         self.number("limits.pinned_percent", catalog.pinned_percent.into());
         self.number("limits.calls_in_flight", limits.calls_in_flight.into());

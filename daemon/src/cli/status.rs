@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvtide_client::{Codec, GpuStatus, StatsReply, StatusReport};
+use kvtide_client::{Codec, GpuStatus, PolicyStatus, StatsReply, StatusReport};
 use kvtide_tiers::catalog::{
     CodecReport, CodecWhy, LadderReport, OfflineReason, Signal, Step, TierUse,
 };
@@ -68,6 +68,7 @@ fn text(status: &StatusReport, stats: &StatsReply) -> String {
     out.push('\n');
     out.push_str(&table.render());
     out.push_str(&format!("\nRAM tier: {}\n", status.host_kept));
+    out.push_str(&policy(&status.policy));
     if let Some(catalog) = catalog {
         out.push_str(&worth::short(catalog));
     }
@@ -138,6 +139,46 @@ fn draining(is: bool) -> String {
     }
 }
 
+/// Which blocks leave first, and what the drive is written.
+fn policy(policy: &PolicyStatus) -> String {
+    let PolicyStatus { host, device, nvme, drive } = policy;
+    let mut out = format!("eviction: host {host}, device {device}; nvme {nvme}\n");
+    let Some(drive) = drive else { return out };
+    let over = span(Duration::from_secs(drive.seconds));
+    out.push_str(&format!("drive: {}", drive.name));
+    if let Some(size) = drive.drive_bytes {
+        out.push_str(&format!(", {}", bytes(size)));
+    }
+    out.push_str(&format!("; {} written in {over}", bytes(drive.written_bytes)));
+    if let (Some(all), Some(seconds)) = (drive.machine_written_bytes, drive.machine_seconds) {
+        let since = span(Duration::from_secs(seconds));
+        out.push_str(&format!(", by all programs {} in {since}", bytes(all)));
+    }
+    if let Some(day) = drive.bytes_per_day {
+        out.push_str(&format!("; {} a day", bytes(day)));
+    }
+    if let Some(milli) = drive.drive_writes_per_day_milli {
+        out.push_str(&format!(", {:.2} drive writes a day", milli as f64 / 1000.0));
+    }
+    match drive.budget_bytes_per_day {
+        Some(day) => {
+            let refused = count(drive.refused_blocks);
+            let day = bytes(day);
+            out.push_str(&format!("\nwrite budget: {day} a day; {refused} blocks refused\n"));
+        }
+        None => out.push_str("\nwrite budget: none\n"),
+    }
+    if let (Some(days), Some(rated)) = (drive.life_days, drive.rated_bytes) {
+        let years = days as f64 / 365.0;
+        let rated = bytes(rated);
+        out.push_str(&format!("drive life: {years:.1} years of {rated} at this rate, when new\n"));
+    }
+    for unknown in &drive.unknown {
+        out.push_str(&format!("not known: {unknown}\n"));
+    }
+    out
+}
+
 fn list(names: &[String]) -> String {
     if names.is_empty() { "none".to_owned() } else { names.join(", ") }
 }
@@ -187,7 +228,7 @@ fn offline(reason: OfflineReason) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvtide_client::NamespaceId;
+    use kvtide_client::{DriveStatus, NamespaceId};
     use kvtide_tiers::catalog::{CatalogStats, CodecChoice};
 
     #[test]
@@ -273,6 +314,37 @@ mod tests {
         assert!(line("device 0").ends_with("GPU-a, NVIDIA H200, driver 13.0, ok"), "{text}");
         assert!(line("device 1").ends_with("STUCK: a copy has been under way for 12 s"), "{text}");
         assert!(line("device 2").ends_with("OFF: error 700 of cuLaunchKernel"), "{text}");
+    }
+
+    #[test]
+    fn writes_are_shown_beside_budget_and_rating() {
+        let drive = DriveStatus {
+            name: "nvme0n1".into(),
+            drive_bytes: Some(1 << 40),
+            written_bytes: 1 << 30,
+            seconds: 3600,
+            refused_blocks: 1234,
+            budget_bytes_per_day: Some(48 << 30),
+            rated_bytes: Some(1 << 50),
+            bytes_per_day: Some(24 << 30),
+            drive_writes_per_day_milli: Some(23),
+            life_days: Some(43_690),
+            unknown: vec!["a thing: for a reason".into()],
+            ..DriveStatus::default()
+        };
+        let host = "pre".to_owned();
+        let policy = PolicyStatus { host, drive: Some(drive), ..PolicyStatus::default() };
+        let status = StatusReport { policy, ..StatusReport::default() };
+        let text = text(&status, &StatsReply::default());
+        for wanted in [
+            "eviction: host pre",
+            "drive: nvme0n1, 1.0 TiB; 1.0 GiB written in 1 h 00 min; 24.0 GiB a day, 0.02 drive",
+            "write budget: 48.0 GiB a day; 1,234 blocks refused",
+            "drive life: 119.7 years of 1.0 PiB",
+            "not known: a thing: for a reason",
+        ] {
+            assert!(text.contains(wanted), "{wanted}: {text}");
+        }
     }
 
     #[test]

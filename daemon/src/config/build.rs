@@ -10,7 +10,9 @@ use kvtide_tiers::catalog::{CodecChoice, OwnerQuotas, PolicyChoice, PrefillConfi
 use kvtide_tiers::segment::{BLOCK_BYTES_MIN_DEFAULT, SEGMENT_BYTES_RANGE, StoreGeometry};
 
 use super::device::{DeviceSettings, POOL_BYTES_ALLOWED, pool_bytes_allowed};
-use super::file::{BYTES_MAX, FileConfig, HOST_BYTES_MIN, parse_metrics, read_file};
+use super::file::{
+    BYTES_MAX, FileConfig, FileWrites, HOST_BYTES_MIN, WRITE_BYTES_MIN, parse_metrics, read_file,
+};
 use super::machine;
 use super::read::{ConfigError, Found, Problem, Reader, bytes_allowed, show_bytes};
 use super::tenants::{DEFAULT_TENANT, SharedSpace, Tenant, Tenants};
@@ -88,8 +90,9 @@ impl Build<'_> {
                 file.queue_depth,
             ),
         };
-        let (io, write_bytes_per_day) = (file.io.unwrap_or_default(), file.write_bytes_per_day);
-        let nvme = nvme.map(|nvme| NvmeSettings { io, write_bytes_per_day, ..nvme });
+        let io = file.io.unwrap_or_default();
+        let (write_bytes_per_day, rated_bytes) = self.writes(file.writes);
+        let nvme = nvme.map(|nvme| NvmeSettings { io, write_bytes_per_day, rated_bytes, ..nvme });
         self.writable(&store, store_line);
         let metrics = self.metrics(file.metrics);
         let weights = (0..).zip(&file.tenants).map(|(id, tenant)| (TenantId(id), tenant.weight));
@@ -234,9 +237,42 @@ impl Build<'_> {
             block_bytes_min: block,
             queue_depth: queue_depth.unwrap_or(QUEUE_DEPTH_DEFAULT),
             write_bytes_per_day: None,
+            rated_bytes: None,
             io: super::NvmeIo::Auto,
             fault,
         })
+    }
+
+    /// The budget of a day and the drive's rating, each if there is one.
+    fn writes(&mut self, file: FileWrites) -> (Option<u64>, Option<u64>) {
+        let rated = file.rated_bytes.map(|found| found.value);
+        let budget = match (file.bytes_per_day, file.life_years, rated) {
+            (budget, None, _) => budget.map(|found| found.value),
+            (Some(_), Some(years), _) => {
+                let what = "both `nvme.write_bytes_per_day` and `nvme.life_years` are there";
+                self.reader.problem(years.line, what, "each gives a budget of writes; keep one");
+                None
+            }
+            (None, Some(years), None) => {
+                let what = "`nvme.life_years` without `nvme.rated_bytes`";
+                self.reader.problem(years.line, what, "say what the drive is rated for as well");
+                None
+            }
+            (None, Some(years), Some(rated)) => {
+                let budget = rated / (years.value * 365).max(1);
+                if budget < WRITE_BYTES_MIN {
+                    let what = format!("{} in {} years", show_bytes(rated), years.value);
+                    let least = "so many years that at least 1 GiB a day is left, are allowed";
+                    self.reader.problem(years.line, what, least);
+                }
+                let (day, all, years) = (show_bytes(budget), show_bytes(rated), years.value);
+                self.notes.push(format!(
+                    "nvme writes: {day} a day, so that a drive rated for {all} lasts {years} years"
+                ));
+                Some(budget)
+            }
+        };
+        (budget, rated)
     }
 
     fn device(&mut self, mut device: DeviceSettings) -> DeviceSettings {

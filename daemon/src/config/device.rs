@@ -26,7 +26,7 @@ pub struct DeviceSettings {
     pub pool_bytes: u64,
     /// The GPUs to use; all that the driver shows when empty. Default: empty.
     pub gpus: Vec<GpuUuid>,
-    /// Which blocks leave a pool first. Default: least recently used.
+    /// Which blocks leave a pool first. Default: by predicted reuse.
     pub policy: PolicyChoice,
     /// The driver library, by its absolute path. For tests only. Default: the machine's.
     pub library: Option<PathBuf>,

@@ -20,7 +20,11 @@ use super::{DeviceSettings, HostKeep, MetricsAddress, NvmeIo, ServiceLimits};
 pub(super) const HOST_BYTES_MIN: u64 = 4 << 20;
 
 /// The smallest write budget of a day.
-const WRITE_BYTES_MIN: u64 = 1 << 30;
+pub(super) const WRITE_BYTES_MIN: u64 = 1 << 30;
+
+/// What any drive is rated for, and what none is.
+const RATED_BYTES_MIN: u64 = 1 << 40;
+const RATED_BYTES_MAX: u64 = 1 << 60;
 
 /// The largest size of anything.
 pub(super) const BYTES_MAX: u64 = 1 << 50;
@@ -41,7 +45,7 @@ pub(super) struct FileConfig {
     pub(super) segment_bytes: Option<Found<u64>>,
     pub(super) block_bytes_min: Option<u64>,
     pub(super) queue_depth: Option<u64>,
-    pub(super) write_bytes_per_day: Option<u64>,
+    pub(super) writes: FileWrites,
     pub(super) io: Option<NvmeIo>,
     pub(super) device: DeviceSettings,
     pub(super) limits: ServiceLimits,
@@ -54,6 +58,14 @@ pub(super) struct FileConfig {
     pub(super) events: Option<EventSettings>,
     pub(super) level: Option<tracing::Level>,
     pub(super) format: Option<LogFormat>,
+}
+
+/// What the file says of writes to the drive.
+#[derive(Default)]
+pub(super) struct FileWrites {
+    pub(super) bytes_per_day: Option<Found<u64>>,
+    pub(super) rated_bytes: Option<Found<u64>>,
+    pub(super) life_years: Option<Found<u64>>,
 }
 
 pub(super) struct FileTenant {
@@ -177,8 +189,11 @@ fn read_nvme(reader: &mut Reader<'_>, mut section: Section<'_, '_>, file: &mut F
     let block = section.bytes(reader, "block_bytes_min", 4096..=(1 << 30));
     file.block_bytes_min = block.map(|found| found.value);
     file.queue_depth = section.number(reader, "queue_depth", 1..=1024).map(|found| found.value);
-    let budget = section.bytes(reader, "write_bytes_per_day", WRITE_BYTES_MIN..=BYTES_MAX);
-    file.write_bytes_per_day = budget.map(|found| found.value);
+    file.writes = FileWrites {
+        bytes_per_day: section.bytes(reader, "write_bytes_per_day", WRITE_BYTES_MIN..=BYTES_MAX),
+        rated_bytes: section.bytes(reader, "rated_bytes", RATED_BYTES_MIN..=RATED_BYTES_MAX),
+        life_years: section.number(reader, "life_years", 1..=30),
+    };
     let choices =
         [("auto", NvmeIo::Auto), ("uring", NvmeIo::Uring), ("blocking", NvmeIo::Blocking)];
     file.io = section.choice(reader, "io", &choices).map(|found| found.value);
@@ -224,6 +239,9 @@ fn read_limits(reader: &mut Reader<'_>, mut section: Section<'_, '_>, out: &mut 
     small("namespaces_per_tenant", 1..=65_536, &mut out.namespaces_per_tenant);
     if let Some(found) = section.number(reader, "pin_ms_max", 1..=31_536_000_000) {
         out.catalog.pin_ms_max = found.value;
+    }
+    if let Some(found) = section.number(reader, "retain_ms_max", 0..=31_536_000_000) {
+        out.catalog.retain_ms_max = found.value;
     }
     if let Some(found) = section.bytes(reader, "region_bytes_per_session", 4096..=BYTES_MAX) {
         out.region_bytes_per_session = found.value;

@@ -76,7 +76,7 @@ pub struct HostSettings {
     pub slab_bytes: Option<u32>,
     /// Whether it outlives the daemon. Default: where that costs no speed.
     pub keep: HostKeep,
-    /// Which blocks leave first. Default: least recently used.
+    /// Which blocks leave first. Default: by predicted reuse.
     pub policy: PolicyChoice,
 }
 
@@ -103,6 +103,8 @@ pub struct NvmeSettings {
     pub queue_depth: u32,
     /// Bytes that may be written in a day. Default: no limit.
     pub write_bytes_per_day: Option<u64>,
+    /// Bytes that the drive may be written over its life, as its maker says. Default: not known.
+    pub rated_bytes: Option<u64>,
     /// How it is read and written. Default: io_uring where the kernel allows it.
     pub io: NvmeIo,
     /// Faults made on purpose, for tests.

@@ -5,6 +5,7 @@
 mod advice;
 #[cfg(feature = "store")]
 mod core;
+mod hints;
 mod ladder;
 mod quota;
 mod request;

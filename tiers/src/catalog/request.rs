@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::advice::{
     Advice, GrantId, PrefillAnswer, PrefillAsk, PrefillReport, PrefillStats, TierWorth, Withheld,
 };
+pub use super::hints::{Conversation, Hints, Priority};
 use super::ladder::LadderReport;
 use super::quota::*;
 use crate::block::{BlockKey, Codec, NamespaceId};
@@ -79,47 +80,6 @@ pub struct PrefixQuery {
     pub keys: Vec<BlockKey>,
 }
 
-/// What an engine knows of the future of a conversation. By default nothing. Wrong hints make
-/// eviction less good and nothing else: what they are worth is learned.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub struct Hints {
-    /// Whether somebody will continue it.
-    pub conversation: Conversation,
-    /// When, milliseconds from now.
-    pub returns_in_ms: Option<u32>,
-    /// What its blocks are worth beside others'.
-    pub priority: Priority,
-    /// Keeps the blocks for so many milliseconds, as [`Request::Pin`] does, if the limit on pins
-    /// allows.
-    pub retain_ms: Option<u64>,
-}
-
-/// The state of a conversation.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash, Serialize, Deserialize)]
-pub enum Conversation {
-    /// Nobody says.
-    #[default]
-    Unknown,
-    /// It goes on.
-    Open,
-    /// It goes on as soon as a tool has answered.
-    WaitingForTool,
-    /// It is over: what only it uses can be dropped first.
-    Finished,
-}
-
-/// What blocks are worth.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash, Serialize, Deserialize)]
-pub enum Priority {
-    /// As much as others.
-    #[default]
-    Normal = 0,
-    /// A sixteenth.
-    Low = 1,
-    /// Sixteen times as much.
-    High = 2,
-}
-
 /// One block to load: the key and the place in the region that receives it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoadBlock {
@@ -170,6 +130,8 @@ pub enum Request {
         after_event: Option<u32>,
         /// The blocks.
         blocks: Vec<LoadBlock>,
+        /// What the engine knows.
+        hints: Hints,
     },
     /// Copy blocks out of a region into the cache. Answered with a ticket.
     Store {
@@ -190,13 +152,16 @@ pub enum Request {
     Touch {
         /// The prefix.
         prefix: PrefixQuery,
-        /// What the engine knows. With [`Conversation::Finished`], blocks do not count as used.
+        /// What the engine knows. With [`Conversation::Finished`] blocks do not count as used, and
+        /// with [`Conversation::Drop`] those that only this path has leave all tiers now.
         hints: Hints,
     },
     /// Brings blocks of nvme into host RAM. Answered with a ticket.
     Prefetch {
         /// The prefix.
         prefix: PrefixQuery,
+        /// What the engine knows.
+        hints: Hints,
     },
     /// Keeps blocks from being evicted, for a time.
     Pin {

@@ -41,7 +41,7 @@ pub struct NodeConfig {
     pub host: HostConfig,
     /// GPUs, if there are any.
     pub devices: Vec<DeviceConfig>,
-    /// Which copy leaves the pool of a GPU first. Default: least recently used.
+    /// Which copy leaves the pool of a GPU first. Default: by predicted reuse.
     pub device_policy: PolicyChoice,
     /// Whether predicted reuse is weighted by what computing a block again would take. Default:
     /// false.
@@ -136,7 +136,7 @@ pub struct HostConfig {
     pub always_shared: bool,
     /// The arena of the daemon before. Default: none.
     pub handed_over: Option<Arc<ArenaFiles>>,
-    /// Which copy leaves first. Default: least recently used.
+    /// Which copy leaves first. Default: by predicted reuse.
     pub policy: PolicyChoice,
 }
 

@@ -153,6 +153,7 @@ impl Client {
             region,
             after_event: None,
             blocks,
+            hints: Hints::default(),
         }));
         for ((number, outcome), place) in numbers.iter().zip(&outcomes).zip(0u64..) {
             if matches!(outcome, Outcome::Loaded(_)) {

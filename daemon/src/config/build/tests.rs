@@ -248,3 +248,21 @@ fn quotas_are_read_for_tenants_and_shared_namespaces() {
     assert!(said.contains("`host_soft` is 2 GiB, above `host_hard` with 1 GiB"), "{said}");
     assert!(only(&wrong.replace("soft", "sofd")).contains("did you mean `host_soft`?"));
 }
+
+#[test]
+fn a_rating_and_a_life_give_a_budget_of_writes() {
+    let rated = "[nvme]\nbytes = \"128MiB\"\nrated_bytes = \"365TiB\"\n";
+    let nvme = |text: &str| load_text(text, &[]).unwrap().nvme.unwrap();
+    let (tib, all) = (1u64 << 40, 365u64 << 40);
+    let found = nvme(rated);
+    assert_eq!((found.rated_bytes, found.write_bytes_per_day), (Some(all), None));
+    let found = nvme(&format!("{rated}life_years = 10\n"));
+    assert_eq!((found.rated_bytes, found.write_bytes_per_day), (Some(all), Some(tib / 10)));
+    let found = nvme(&format!("{rated}write_bytes_per_day = \"2GiB\"\n"));
+    assert_eq!((found.rated_bytes, found.write_bytes_per_day), (Some(all), Some(2 << 30)));
+    let both = format!("{rated}life_years = 5\nwrite_bytes_per_day = \"2GiB\"\n");
+    assert!(only(&both).contains("keep one"));
+    assert!(only("[nvme]\nlife_years = 5\n").contains("without `nvme.rated_bytes`"));
+    let long = "[nvme]\nrated_bytes = \"1TiB\"\nlife_years = 30\n";
+    assert!(only(long).contains("at least 1 GiB a day"));
+}

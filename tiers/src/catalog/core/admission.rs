@@ -4,13 +4,14 @@
 //! sixteenth of an hour's share, so that within any hour no more than an hour's share is written
 //! (a drain excepted, which is paid back later). What is offered gets a score, and the bar is set
 //! where the part of the offered bytes above it fits the rate. One verdict holds for all blocks
-//! that one request used last: half a prefix is of no use.
+//! that one request used last, and the budget for all of them is set aside with it: half a prefix is
+//! of no use.
 
 use super::Catalog;
 use super::copies::slot_bytes;
 use super::request::Timestamp;
 use super::reuse::RequestId;
-use super::table::step_of;
+use super::table::{NvmeCopy, step_of};
 
 /// What is offered is remembered with this time constant, seconds.
 const MEMORY_S: f64 = 600.0;
@@ -113,8 +114,10 @@ impl Catalog {
         let (bytes, request, pinned) = (slot_bytes(block), block.request(), block.pins > 0);
         let age = step_of(self.now).saturating_sub(block.used_step());
         let again = if block.hits > 0 { AGAIN_WEIGHT } else { 0.0 };
-        let score = CHANCE_WEIGHT * self.reuse.chance(request, age) + again;
+        let score = (CHANCE_WEIGHT * self.reuse.chance(request, age) + again).min(1.0);
         let draining = self.drain.is_some();
+        let known = self.reuse.verdict(request).filter(|_| request != RequestId::default());
+        let all = if known.is_none() { self.bytes_to_write(index, request) } else { bytes };
         let Some(admission) = self.nvme.as_mut().and_then(|nvme| nvme.admission.as_mut()) else {
             return true;
         };
@@ -123,19 +126,35 @@ impl Catalog {
             admission.tokens -= bytes as f64;
             return true;
         }
-        let known = self.reuse.verdict(request).filter(|_| request != RequestId::default());
-        let verdict = known.unwrap_or_else(|| admission.decide(score));
+        let admitted = match known {
+            Some(true) => self.reuse.spend(request, bytes) || admission.take(bytes),
+            Some(false) => false,
+            None => {
+                let admitted = admission.decide(score) && admission.take(all);
+                self.reuse.set_verdict(request, admitted, all.saturating_sub(bytes));
+                admitted
+            }
+        };
         admission.offer(score, bytes);
         // What is pinned must not be lost, as far as the budget allows.
-        let admitted = (verdict || pinned) && admission.take(bytes);
-        if known != Some(admitted) && !pinned {
-            self.reuse.set_verdict(request, admitted);
-        }
+        let admitted = admitted || (pinned && admission.take(bytes));
         if !admitted {
             admission.refused += 1;
             self.refuse_write(index);
         }
         admitted
+    }
+
+    /// Bytes of this block and of those before it that the same request used last and that are
+    /// still to be written.
+    fn bytes_to_write(&self, index: u32, request: RequestId) -> u64 {
+        let path = self.table.ancestors(index).map(|at| self.table.get(at));
+        let own = path.take_while(|block| block.request() == request);
+        let dirty = own.filter(|block| {
+            block.host_slot().is_some() && block.nvme == NvmeCopy::Absent && !block.is_refused()
+        });
+        let bytes = slot_bytes(self.table.get(index));
+        if request == RequestId::default() { bytes } else { dirty.map(slot_bytes).sum() }
     }
 
     pub(super) fn refuse_write(&mut self, index: u32) {

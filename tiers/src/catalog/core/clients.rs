@@ -50,6 +50,8 @@ pub(crate) struct Pin {
     pub(crate) tenant: TenantId,
     pub(crate) expires: Timestamp,
     pub(crate) blocks: Vec<BlockRef>,
+    /// The last block of the path, if a hint asked for the pin.
+    retains: Option<BlockRef>,
 }
 
 /// All of them.
@@ -59,6 +61,8 @@ pub(crate) struct Clients {
     pub(crate) regions: HashMap<RegionId, RegionShape>,
     pub(crate) leases: HashMap<LeaseId, Lease>,
     pub(crate) pins: BTreeMap<PinId, Pin>,
+    /// The pins that hints asked for, by the last block of the path.
+    pub(crate) retained: BTreeMap<BlockRef, PinId>,
     lease_ends: BTreeSet<(Timestamp, LeaseId)>,
     /// Entries of all leases.
     pub(crate) leased_blocks: usize,
@@ -115,8 +119,24 @@ impl Clients {
     ) -> PinId {
         self.next_pin += 1;
         let id = PinId(self.next_pin);
-        self.pins.insert(id, Pin { tenant, expires, blocks });
+        self.pins.insert(id, Pin { tenant, expires, blocks, retains: None });
         id
+    }
+
+    /// The pin was asked for by a hint, on the path that ends with this block.
+    pub(crate) fn set_retained(&mut self, end: BlockRef, id: PinId) {
+        if let Some(pin) = self.pins.get_mut(&id) {
+            pin.retains = Some(end);
+            self.retained.insert(end, id);
+        }
+    }
+
+    pub(crate) fn take_pin(&mut self, id: PinId) -> Option<Pin> {
+        let pin = self.pins.remove(&id)?;
+        if let Some(end) = pin.retains.filter(|end| self.retained.get(end) == Some(&id)) {
+            self.retained.remove(&end);
+        }
+        Some(pin)
     }
 
     /// Pins that have ended by `now`.

@@ -14,7 +14,7 @@ use super::reuse::RequestId;
 use super::segments::Segments;
 use super::slot_tier::{Home, Leave, SlotTier, View, use_of};
 use super::slots::{ClassId, SlotId};
-use super::table::{Block, BlockRef, DeviceCopy, FillSource, HostCopy, NvmeCopy, step_of};
+use super::table::{Block, BlockRef, DeviceCopy, FillSource, HostCopy, NIL, NvmeCopy, step_of};
 use super::{Catalog, SessionId};
 use crate::block::page_ceil;
 
@@ -141,8 +141,10 @@ impl Catalog {
             return None;
         }
         let how = use_of(&self.table, &self.reuse, index, true);
+        // Copies of one path come from the root on and leave from its end.
+        let before = self.before_for_same_request(index);
         loop {
-            if let Some(new) = self.slot_tier(home)?.allocate(class, index, how) {
+            if let Some(new) = self.slot_tier(home)?.allocate(class, index, before, how) {
                 if home == Home::Host {
                     self.host.starved = false;
                     if let Some((slab, slot_bytes)) = new.bind {
@@ -165,6 +167,16 @@ impl Catalog {
                 }
             }
         }
+    }
+
+    /// The block that precedes this one, if the same request used it last.
+    fn before_for_same_request(&self, index: u32) -> u32 {
+        let block = self.table.get(index);
+        if block.parent == NIL || self.config.trace_order {
+            return NIL;
+        }
+        let same = self.table.get(block.parent).request() == block.request();
+        if same { block.parent } else { NIL }
     }
 
     /// The dirty block that leaves host RAM first.
@@ -349,8 +361,13 @@ impl Catalog {
     /// The host copy has no copy on nvme (any more).
     pub(crate) fn become_dirty(&mut self, index: u32) {
         self.host.dirty_bytes += slot_bytes(self.table.get(index));
+        self.list_dirty(index);
+    }
+
+    /// Lists a dirty block that is not being written.
+    pub(crate) fn list_dirty(&mut self, index: u32) {
         let how = use_of(&self.table, &self.reuse, index, false);
-        self.host.dirty.push_front(index, how);
+        self.host.dirty.push(self.table.get(index).parent, index, how);
     }
 
     /// One more operation reads the block's slot.

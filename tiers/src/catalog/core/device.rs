@@ -172,6 +172,7 @@ impl Catalog {
     pub(super) fn note_device_only(&mut self, index: u32) {
         let block = self.table.get(index);
         let below = block.host != HostCopy::Absent || block.nvme != NvmeCopy::Absent;
+        let parent = block.parent;
         let Some((gpu, _)) = block.device_slot().filter(|_| !below) else {
             return;
         };
@@ -179,7 +180,8 @@ impl Catalog {
             && found.offline.is_none()
             && !found.dirty.contains(index)
         {
-            found.dirty.push_front(index);
+            // What follows is copied down first, so that it is colder there.
+            found.dirty.push_behind(parent, index);
         }
     }
 

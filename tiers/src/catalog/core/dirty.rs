@@ -21,10 +21,12 @@ impl Dirty {
         self.used.len()
     }
 
-    pub(crate) fn push_front(&mut self, block: u32, how: Use) {
-        self.used.push_front(block);
+    /// A block becomes dirty. Blocks of one path do so from the root on; they are to be written
+    /// from the other end, as they leave: so it goes behind `before`, the block that precedes it.
+    pub(crate) fn push(&mut self, before: u32, block: u32, how: Use) {
+        self.used.push_behind(before, block);
         if let Some(predicted) = &mut self.predicted {
-            predicted.insert(block, how);
+            predicted.insert_behind(before, block, how);
         }
     }
 

@@ -549,6 +549,8 @@ pub struct Limits {
     pub pins: usize,
     /// Longest pin, milliseconds. Default: 24 hours.
     pub pin_ms_max: u64,
+    /// Longest time for which a hint retains blocks, milliseconds. Default: 10 minutes.
+    pub retain_ms_max: u64,
     /// Largest part of the slowest tier that leases and pins may hold, percent. Default: 50.
     pub pinned_percent: u32,
     /// A ticket ends after this long at the latest, milliseconds. Default: 10,000.
@@ -573,6 +575,7 @@ impl Default for Limits {
             lease_ms_max: 300_000,
             pins: 1024,
             pin_ms_max: 24 * 3600 * 1000,
+            retain_ms_max: 600_000,
             pinned_percent: 50,
             ticket_ms: 10_000,
             leased_blocks: 4 << 20,

@@ -5,7 +5,7 @@ use super::clients::RegionShape;
 use super::event::{Action, OpError, OpId, SlotPlace};
 use super::flow::{Op, Part, Scatter, Target, TicketKind, Waiter};
 use super::request::{
-    GpuId, LeaseId, LoadBlock, MissReason, Outcome, PrefixQuery, Refusal, RegionId, Reply,
+    GpuId, Hints, LeaseId, LoadBlock, MissReason, Outcome, PrefixQuery, Refusal, RegionId, Reply,
     SessionId, Tier,
 };
 use super::segments::SegmentState;
@@ -28,6 +28,7 @@ impl Catalog {
         namespace: NamespaceId,
         target: Target,
         blocks: &[LoadBlock],
+        hints: &Hints,
     ) -> Reply {
         let Some(shape) = self.clients.region_of(session, target.region) else {
             return Reply::Refused(Refusal::UnknownRegion);
@@ -49,6 +50,7 @@ impl Catalog {
             open.measured = measured;
         }
         let tenant = self.tenant_of(session);
+        self.take_hints_of_keys(session, namespace, blocks.iter().map(|block| &block.key), hints);
         for (at, block) in blocks.iter().enumerate() {
             let part = Part { ticket, at };
             let covered = self.table.find(namespace, &block.key).filter(|index| {
@@ -291,12 +293,18 @@ impl Catalog {
         self.load_block(index, part, to.target, to.place);
     }
 
-    pub(super) fn prefetch(&mut self, session: SessionId, prefix: &PrefixQuery) -> Reply {
+    pub(super) fn prefetch(
+        &mut self,
+        session: SessionId,
+        prefix: &PrefixQuery,
+        hints: &Hints,
+    ) -> Reply {
         let count = prefix.keys.len();
         let ticket = match self.open_ticket(session, TicketKind::Prefetch, count) {
             Ok(ticket) => ticket,
             Err(reply) => return reply,
         };
+        self.take_hints_of_keys(session, prefix.namespace, prefix.keys.iter(), hints);
         for (at, key) in prefix.keys.iter().enumerate() {
             let part = Part { ticket, at };
             let found = self.table.find(prefix.namespace, key);

@@ -34,9 +34,13 @@ impl Catalog {
         }
     }
 
+    pub(super) fn is_available(&self, index: u32) -> bool {
+        self.available(index).is_some()
+    }
+
     /// The block of a key, if it can be loaded. The answer for a key of another namespace is found
     /// by the same steps as for one that does not exist.
-    fn find_available(&self, namespace: NamespaceId, key: &BlockKey) -> Option<u32> {
+    pub(super) fn find_available(&self, namespace: NamespaceId, key: &BlockKey) -> Option<u32> {
         let index = self.table.find(namespace, key)?;
         self.available(index).map(|_| index)
     }
@@ -139,8 +143,8 @@ impl Catalog {
         if reply.blocks > 0 {
             self.grant_lease(session, &found, request, lease_ms, &mut reply);
         }
-        if let (Some(retain_ms), Some(prefix)) = (hints.retain_ms, prefixes.first()) {
-            self.pin_prefix(session, prefix, retain_ms);
+        for run in &found {
+            self.retain(session, run, hints);
         }
         Reply::Lookup(reply)
     }
@@ -230,7 +234,7 @@ impl Catalog {
     }
 
     /// What is pinned must stay in the slowest tier that there is.
-    fn pinned_bytes_max(&self) -> u64 {
+    pub(super) fn pinned_bytes_max(&self) -> u64 {
         let percent = u64::from(self.config.limits.pinned_percent);
         let bytes = match &self.nvme {
             // With a write budget, what is pinned may have to stay in host RAM.
@@ -295,23 +299,21 @@ impl Catalog {
         let found = prefix.keys.iter();
         let found = found.filter_map(|key| self.find_available(prefix.namespace, key));
         let found: Vec<u32> = found.collect();
-        let trace_order = self.config.trace_order;
-        if let Some(last) = found.last() {
-            self.reuse.hint(self.table.get(*last).request(), hints);
+        self.take_hints(session, &found, hints);
+        if hints.conversation == Conversation::Drop {
+            return Reply::Count(self.drop_tail(&found));
         }
-        let finished = hints.conversation == Conversation::Finished;
-        for index in found.iter().rev() {
+        let over = hints.conversation.is_over();
+        let touches = self.touches(hints);
+        for index in found.iter().rev().take_while(|_| touches) {
             // What others go through too stays as it is.
-            if finished && self.table.branches(*index) {
+            if over && self.table.branches(*index) {
                 break;
             }
-            match trace_order {
+            match self.config.trace_order {
                 true => self.touch_for(*index, self.reuse.last(), true),
                 false => self.touch(*index),
             }
-        }
-        if let Some(retain_ms) = hints.retain_ms {
-            self.pin_prefix(session, prefix, retain_ms);
         }
         Reply::Count(found.len() as u64)
     }
@@ -348,7 +350,7 @@ impl Catalog {
     }
 
     pub(super) fn end_pin(&mut self, pin: PinId) -> u64 {
-        let Some(pin) = self.clients.pins.remove(&pin) else {
+        let Some(pin) = self.clients.take_pin(pin) else {
             return 0;
         };
         self.touch_and_unpin(&pin.blocks);

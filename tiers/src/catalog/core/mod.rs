@@ -20,6 +20,7 @@ mod drain;
 mod erase;
 mod event;
 mod flow;
+mod hinted;
 mod index;
 mod ladder;
 mod line;
@@ -258,9 +259,9 @@ impl Catalog {
             Request::Lookup { prefixes, lease_ms, hints } => {
                 self.lookup(session, &prefixes, lease_ms, &hints)
             }
-            Request::Load { lease, namespace, region, after_event, blocks } => {
+            Request::Load { lease, namespace, region, after_event, blocks, hints } => {
                 let target = Target { region, after_event };
-                self.load(session, lease, namespace, target, &blocks)
+                self.load(session, lease, namespace, target, &blocks, &hints)
             }
             Request::Store { namespace, conversation, region, after_event, blocks, hints } => {
                 let what = Stored { namespace, conversation, blocks: &blocks, hints: &hints };
@@ -270,7 +271,7 @@ impl Catalog {
             Request::Prefetch { .. } if self.ladder.step() >= Step::NoPrefetch => {
                 Reply::Busy(Limit::Pressure)
             }
-            Request::Prefetch { prefix } => self.prefetch(session, &prefix),
+            Request::Prefetch { prefix, hints } => self.prefetch(session, &prefix, &hints),
             Request::Pin { prefix, ttl_ms } => self.pin_prefix(session, &prefix, ttl_ms),
             Request::Unpin { pin } => self.unpin(session, pin),
             Request::Release { lease } => self.release(session, lease),

@@ -54,10 +54,21 @@ pub trait Outlook {
 pub trait Policy: Send {
     /// A copy enters the tier. The block must not be in it.
     fn insert(&mut self, block: u32, how: Use);
+    /// A copy enters the tier by which a request goes on from `before`, the block that precedes it:
+    /// it is colder than that one, if that one is there.
+    fn insert_behind(&mut self, _before: u32, block: u32, how: Use) {
+        self.insert(block, how);
+    }
     /// A copy was used.
     fn touch(&mut self, block: u32, how: Use);
     /// Whether a copy of the block is in the tier.
     fn contains(&self, block: u32) -> bool;
+    /// Copies in the tier.
+    fn len(&self) -> usize;
+    /// Whether there are none.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
     /// A copy leaves, for whatever reason. No effect when it is not there.
     fn remove(&mut self, block: u32);
     /// The first block, coldest first, for which `may_leave` is true. Looks at 4,096 blocks at
@@ -75,11 +86,11 @@ const SCAN_MAX: usize = 4096;
 /// The policies, as configurations name them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum PolicyChoice {
-    /// [`Lru`].
-    #[default]
-    Lru,
     /// [`Pre`].
+    #[default]
     Pre,
+    /// [`Lru`].
+    Lru,
     /// [`Arc`].
     Arc,
     /// [`Fifo`].
@@ -91,8 +102,8 @@ pub enum PolicyChoice {
 impl PolicyChoice {
     /// All of them, the default first.
     pub const ALL: [PolicyChoice; 5] = [
-        PolicyChoice::Lru,
         PolicyChoice::Pre,
+        PolicyChoice::Lru,
         PolicyChoice::Arc,
         PolicyChoice::Fifo,
         PolicyChoice::Sieve,
@@ -140,8 +151,16 @@ impl Policy for Lru {
         self.0.contains(block)
     }
 
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+
     fn insert(&mut self, block: u32, _how: Use) {
         self.0.push_front(block);
+    }
+
+    fn insert_behind(&mut self, before: u32, block: u32, _how: Use) {
+        self.0.push_behind(before, block);
     }
 
     fn touch(&mut self, block: u32, _how: Use) {
@@ -168,6 +187,10 @@ pub struct Fifo(OrderList);
 impl Policy for Fifo {
     fn contains(&self, block: u32) -> bool {
         self.0.contains(block)
+    }
+
+    fn len(&self) -> usize {
+        self.0.len()
     }
 
     fn insert(&mut self, block: u32, _how: Use) {
@@ -213,6 +236,10 @@ impl Sieve {
 impl Policy for Sieve {
     fn contains(&self, block: u32) -> bool {
         self.order.contains(block)
+    }
+
+    fn len(&self) -> usize {
+        self.order.len()
     }
 
     fn insert(&mut self, block: u32, _how: Use) {

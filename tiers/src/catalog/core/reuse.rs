@@ -53,6 +53,8 @@ struct Remembered {
     learned: u8,
     priority: Priority,
     verdict: Option<bool>,
+    /// Bytes of the write budget that are set aside for it.
+    set_aside: u64,
     /// Where its marker was put.
     marker: u16,
 }
@@ -63,6 +65,7 @@ const NOTHING: Remembered = Remembered {
     learned: 0,
     priority: Priority::Normal,
     verdict: None,
+    set_aside: 0,
     marker: 0,
 };
 
@@ -184,6 +187,7 @@ impl Reuse {
             learned,
             priority: hints.priority,
             verdict: None,
+            set_aside: 0,
             marker: self.next_marker as u16,
         });
         let (turn, waiting) = (turn + 1, true);
@@ -291,7 +295,7 @@ impl Reuse {
 
     /// The engine says more of a request.
     pub(crate) fn hint(&mut self, request: RequestId, hints: &Hints) {
-        if *hints == Hints::default() || !self.wanted || request == RequestId(0) {
+        if hints.says_nothing() || !self.wanted || request == RequestId(0) {
             return;
         }
         let Some(found) = self.requests.get_mut(usize::from(request.0)) else {
@@ -324,13 +328,20 @@ impl Reuse {
 
     /// Expected hits for each unit of time that a block of this queue is kept.
     pub(crate) fn score(&self, queue: u8, age: u32) -> f32 {
-        let (priority, class) = (usize::from(queue) / CLASSES, usize::from(queue) % CLASSES);
-        let worth = match priority {
-            0 => 1.0,
-            1 => 1.0 / 16.0,
-            _ => 16.0,
+        let (class, worth) = class_and_worth(queue);
+        self.survival.rate(class, age) * worth
+    }
+
+    /// The same as long as nothing is learned: the longer ago the less, and as engines say.
+    pub(crate) fn score_of_hints(&self, queue: u8, age: u32) -> f32 {
+        let (class, worth) = class_and_worth(queue);
+        let hinted = match class {
+            FINISHED => 0.0,
+            SOON..SHORT => 16.0,
+            OPEN..SOON => 4.0,
+            _ => 1.0,
         };
-        self.survival.rate(class as u8, age) * worth
+        hinted * worth / (age as f32 + 1.0)
     }
 
     /// The chance that a request is ever continued.
@@ -343,12 +354,32 @@ impl Reuse {
         self.remembered(request).verdict
     }
 
-    /// Decides whether blocks of the request may be written to nvme.
-    pub(crate) fn set_verdict(&mut self, request: RequestId, admitted: bool) {
+    /// Decides whether blocks of the request may be written to nvme; for `set_aside` bytes of them
+    /// the budget is taken already.
+    pub(crate) fn set_verdict(&mut self, request: RequestId, admitted: bool, set_aside: u64) {
         if let Some(found) = self.requests.get_mut(usize::from(request.0)) {
             found.verdict = Some(admitted);
+            found.set_aside = if admitted { set_aside } else { 0 };
         }
     }
+
+    /// Takes from what is set aside for the request, if it is enough.
+    pub(crate) fn spend(&mut self, request: RequestId, bytes: u64) -> bool {
+        let found = self.requests.get_mut(usize::from(request.0));
+        let enough = found.filter(|found| found.set_aside >= bytes);
+        enough.map(|found| found.set_aside -= bytes).is_some()
+    }
+}
+
+/// What a queue stands for: a class, and what its blocks are worth beside others'.
+fn class_and_worth(queue: u8) -> (u8, f32) {
+    let (priority, class) = (usize::from(queue) / CLASSES, usize::from(queue) % CLASSES);
+    let worth = match priority {
+        0 => 1.0,
+        1 => 1.0 / 16.0,
+        _ => 16.0,
+    };
+    (class as u8, worth)
 }
 
 /// The class of a request by the number of those before it on its path and its new tokens.
@@ -373,7 +404,7 @@ fn class_of(turn: u32, new_tokens: u64) -> u8 {
 /// The class of a request of which the engine knows more than can be learned.
 fn class_of_hints(hints: &Hints, learned: u8) -> Option<u8> {
     match (hints.conversation, hints.returns_in_ms) {
-        (Conversation::Finished, _) => Some(FINISHED),
+        (Conversation::Finished | Conversation::Drop, _) => Some(FINISHED),
         (_, Some(..=10_000)) => Some(SOON + 1),
         (_, Some(..=60_000)) => Some(SOON + 2),
         (_, Some(..=600_000)) => Some(SOON + 3),

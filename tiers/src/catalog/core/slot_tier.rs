@@ -14,9 +14,6 @@ use super::table::{BlockTable, DeviceCopy, HostCopy};
 /// Searches for one victim at most, each past thousands of pinned blocks.
 const SEARCHES_MAX: usize = 64;
 
-/// A search that looked at fewer blocks than this has seen them all.
-const LOOKS_OF_PART: usize = 2048;
-
 /// Which of the tiers with slots.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Home {
@@ -83,10 +80,11 @@ impl Outlook for View<'_> {
     }
 
     fn score(&self, queue: u8, about: &About) -> f32 {
-        if !self.reuse.has_learned() {
-            return 0.0;
+        let age = self.now.saturating_sub(about.used_at);
+        match self.reuse.has_learned() {
+            true => self.reuse.score(queue, age) * about.weight,
+            false => self.reuse.score_of_hints(queue, age),
         }
-        self.reuse.score(queue, self.now.saturating_sub(about.used_at)) * about.weight
     }
 
     fn child(&self, block: u32) -> Option<u32> {
@@ -133,10 +131,17 @@ impl SlotTier {
         self.policies.get_mut(class)
     }
 
-    /// A free slot for the block, which is the warmest of its class then.
-    pub(crate) fn allocate(&mut self, class: ClassId, index: u32, how: Use) -> Option<Allocated> {
+    /// A free slot for the block, which is the warmest of its class then; or which goes behind
+    /// `before`, if that is there.
+    pub(crate) fn allocate(
+        &mut self,
+        class: ClassId,
+        index: u32,
+        before: u32,
+        how: Use,
+    ) -> Option<Allocated> {
         let new = self.slots.allocate(class, index)?;
-        self.policies.get_mut(class)?.insert(index, how);
+        self.policies.get_mut(class)?.insert_behind(before, index, how);
         Some(new)
     }
 
@@ -170,24 +175,28 @@ impl SlotTier {
         leave: impl Fn(u32) -> Leave,
     ) -> Option<u32> {
         let policy = self.policies.get_mut(class)?;
+        let mut all_pinned = 0;
         for _ in 0..SEARCHES_MAX {
-            let (mut pinned, mut looks) = (Vec::new(), 0);
-            let victim = policy.victim(outlook, &mut |index| {
-                looks += 1;
-                match leave(index) {
-                    Leave::Yes => true,
-                    Leave::No => false,
-                    Leave::Pinned => {
-                        pinned.push(index);
-                        false
-                    }
+            let (mut pinned, mut others) = (Vec::new(), 0);
+            let victim = policy.victim(outlook, &mut |index| match leave(index) {
+                Leave::Pinned => {
+                    pinned.push(index);
+                    false
+                }
+                other => {
+                    others += 1;
+                    other == Leave::Yes
                 }
             });
             // What is pinned is in use: it must not be in the way of the next search.
             for index in &pinned {
                 policy.touch(*index, outlook.how(*index));
             }
-            if victim.is_some() || pinned.is_empty() || looks < LOOKS_OF_PART {
+            all_pinned += pinned.len();
+            // Those that were in the way are met again, the pinned ones are not: once there are as
+            // many of both as copies, all were seen.
+            let all_seen = all_pinned + others >= policy.len();
+            if victim.is_some() || pinned.is_empty() || all_seen {
                 return victim;
             }
         }

@@ -7,14 +7,16 @@ use super::event::{Action, OpError, OpId};
 use super::flow::Op;
 use super::request::{OfflineReason, Tier};
 use super::segments::{SegmentState, Space};
-use super::slot_tier::use_of;
-use super::table::{BATCH, FillSource, HostCopy, Location, NIL, NvmeCopy};
+use super::table::{BATCH, FillSource, HostCopy, Location, NIL, NvmeCopy, step_of};
 use crate::block::{Codec, Sum128, page_ceil};
 
 /// Segments that may fail one after the other, with no write in between that succeeds, before the
 /// tier is taken to be broken. A dead device gets there within a few writes; with two, one faulty
 /// operation in 500 was enough to lose a tier that could still be used.
 const FAILED_IN_A_ROW_MAX: u32 = 4;
+
+/// A chance of ever being used again below which a block is not written again.
+const HOPELESS: f32 = 0.1;
 
 /// Dirty blocks are all written down within this time, also while clients never pause.
 const TRICKLE_S: u64 = 60;
@@ -293,8 +295,7 @@ impl Catalog {
                 self.list_on_nvme(index, location, pinned, orphan);
             }
             None if !doomed => {
-                let how = use_of(&self.table, &self.reuse, index, false);
-                self.host.dirty.push_front(index, how);
+                self.list_dirty(index);
             }
             None => {}
         }
@@ -409,20 +410,28 @@ impl Catalog {
         let payload = u64::from(nvme.segments.payload_bytes_max());
         let percent = if out_of_turn { 100 } else { nvme.shape.reinsert_percent };
         let mut budget = payload / 100 * u64::from(percent);
-        for index in self.blocks_in(victim) {
-            let block = self.table.get(index);
+        let blocks = self.blocks_in(victim);
+        // Roots were written last, and without them the rest is of no use.
+        for index in blocks.iter().rev() {
+            let block = self.table.get_mut(*index);
             let bytes = slot_bytes(block);
             let hit = out_of_turn || block.spot().is_some_and(|spot| spot.hit);
             let hit = hit && !block.orphan;
+            let age = step_of(self.now).saturating_sub(block.used_step());
+            let hopeless = !out_of_turn
+                && self.reuse.has_learned()
+                && self.reuse.chance(block.request(), age) < HOPELESS;
+            let stays = block.pins > 0 || (hit && !hopeless && bytes <= budget);
+            if stays && block.host == HostCopy::Absent {
+                budget = budget.saturating_sub(bytes);
+                block.set_reinserted(true);
+            }
+        }
+        for index in blocks {
+            let block = self.table.get_mut(index);
             match block.host {
-                HostCopy::Filling { source: FillSource::Nvme, .. } => {
-                    self.table.get_mut(index).set_reinserted(true);
-                }
-                HostCopy::Absent if block.pins > 0 || (hit && bytes <= budget) => {
-                    budget = budget.saturating_sub(bytes);
-                    self.table.get_mut(index).set_reinserted(true);
-                    self.queue_fetch(index, false);
-                }
+                HostCopy::Filling { source: FillSource::Nvme, .. } => block.set_reinserted(true),
+                HostCopy::Absent if block.is_reinserted() => self.queue_fetch(index, false),
                 _ => {
                     if let Some(nvme) = &mut self.nvme {
                         nvme.evicted += 1;

@@ -4,8 +4,8 @@ use super::Catalog;
 use super::event::{Action, OpError, OpId, SlotPlace};
 use super::flow::{Op, Part, Target, TicketKind, Waiter};
 use super::request::{
-    GpuId, Hints, Limit, MissReason, Outcome, PrefixQuery, Refusal, RejectReason, Reply, SessionId,
-    StoreBlock, TicketId, Tier,
+    GpuId, Hints, Limit, MissReason, Outcome, Refusal, RejectReason, Reply, SessionId, StoreBlock,
+    TicketId, Tier,
 };
 use super::reuse::{Path, RequestId, short_key};
 use super::slot_tier::Home;
@@ -67,8 +67,10 @@ impl Catalog {
         {
             self.touch_ancestors(namespace, first, request);
         }
-        if let (Some(retain_ms), Some(last)) = (hints.retain_ms, blocks.last()) {
-            self.retain(session, namespace, last, retain_ms);
+        if let Some(last) = blocks.last().filter(|_| !hints.says_nothing())
+            && let Some(index) = self.table.find(namespace, &last.key)
+        {
+            self.retain(session, &self.path_to(index), hints);
         }
         self.end_if_complete(ticket);
         Reply::Ticket(ticket)
@@ -135,23 +137,6 @@ impl Catalog {
                 || before.is_some_and(|at| !self.table.get(at).is_ghost());
             self.note_dropped((namespace, conversation), &block.key, block.position, reached);
         }
-    }
-
-    /// Pins the path that ends with a block, as far as the limits allow.
-    fn retain(
-        &mut self,
-        session: SessionId,
-        namespace: NamespaceId,
-        last: &StoreBlock,
-        retain_ms: u64,
-    ) {
-        let Some(index) = self.table.find(namespace, &last.key) else {
-            return;
-        };
-        let path = self.table.ancestors(index).take(ANCESTORS_MAX);
-        let mut keys: Vec<BlockKey> = path.map(|at| self.table.get(at).key).collect();
-        keys.reverse();
-        self.pin_prefix(session, &PrefixQuery { namespace, keys }, retain_ms);
     }
 
     /// The request that a store belongs to: the one whose lookup found that these blocks were

@@ -25,6 +25,10 @@ pub(crate) const SOON: u8 = OPEN + 35;
 /// Blocks that are shorter than others, so that no path goes on behind them. They promise nothing.
 pub(crate) const SHORT: u8 = SOON + 5;
 
+/// In how many units of time they say that most return: a minute for a tool, then 10 s, a minute,
+/// ten, and an hour.
+const SOON_STEPS: [f32; 5] = [916.0, 153.0, 916.0, 9_155.0, 54_932.0];
+
 /// Buckets of ages. The last one holds all that is older.
 const BUCKETS: usize = 40;
 
@@ -136,16 +140,20 @@ impl Survival {
             add(&mut all_ended, ended);
         }
         let pooled = hazards(&all_returned, &all_ended, &none, 1.0);
+        let mut fitted = Vec::with_capacity(CLASSES);
         for ((class, curve), ended) in (0u8..).zip(&mut self.curves).zip(&ended) {
             // What an engine says is believed until it proves wrong.
-            let mut prior = pooled;
-            match class {
-                FINISHED | SHORT => prior = none,
-                class if class >= OPEN => prior.iter_mut().for_each(|h| *h = (*h * 4.0).min(0.5)),
-                _ => {}
-            }
+            let prior = match class {
+                FINISHED | SHORT => none,
+                class if class >= SOON => within(SOON_STEPS.get(usize::from(class - SOON))),
+                class if class >= OPEN => {
+                    given_return(fitted.get(usize::from(class - OPEN)).unwrap_or(&pooled))
+                }
+                _ => pooled,
+            };
             let hazards = hazards(&curve.returned, ended, &prior, POOLED_WEIGHT);
             (curve.rate, curve.chance) = promises(&hazards);
+            fitted.push(hazards);
             curve.returned.iter_mut().for_each(|count| *count *= DECAY);
             curve.ended.iter_mut().for_each(|count| *count *= DECAY);
         }
@@ -175,6 +183,32 @@ fn hazards(returned: &Counts, ended: &Counts, prior: &Counts, weight: f32) -> Co
     for (hazard, (((returned, ended), reached), prior)) in hazards.iter_mut().zip(counts) {
         let at_risk = reached - ended / 2.0;
         *hazard = ((returned + weight * prior) / (at_risk + weight)).min(1.0);
+    }
+    hazards
+}
+
+/// The hazards among those of which it is known that they return: of every bucket, its part of the
+/// returns from there on.
+fn given_return(hazards: &Counts) -> Counts {
+    let (mut returns, mut still) = ([0.0; BUCKETS], 1.0);
+    for (returns, hazard) in returns.iter_mut().zip(hazards) {
+        *returns = still * hazard;
+        still *= 1.0 - hazard;
+    }
+    let later = reached(&returns);
+    let mut given = returns;
+    for (given, later) in given.iter_mut().zip(later) {
+        *given = if later > 0.0 { (*given / later).min(1.0) } else { 0.0 };
+    }
+    given
+}
+
+/// The hazards of a return at any time, most of them within so many units.
+fn within(steps: Option<&f32>) -> Counts {
+    let mean = steps.copied().unwrap_or(1.0) / 2.0;
+    let mut hazards = [0.0; BUCKETS];
+    for (at, hazard) in hazards.iter_mut().enumerate() {
+        *hazard = 1.0 - (-width(at) / mean).exp();
     }
     hazards
 }
@@ -233,7 +267,9 @@ mod tests {
         (0..200).for_each(|_| survival.returned(0, 100));
         survival.fit(std::iter::empty());
         assert_eq!(survival.rate(FINISHED, 50), 0.0);
-        assert!(survival.rate(OPEN, 50) > 0.0);
+        assert!((0..OPEN).all(|class| survival.rate(OPEN, 50) >= survival.rate(class, 50)));
+        assert!(survival.chance(OPEN, 50) > 0.99);
+        assert!(survival.rate(SOON + 1, 5) > 5.0 * survival.rate(SOON + 3, 5));
         (0..200).for_each(|_| survival.returned(FINISHED, 100));
         survival.fit(std::iter::empty());
         assert!(survival.rate(FINISHED, 50) > survival.rate(UNKNOWN, 50) / 2.0);

@@ -272,7 +272,8 @@ impl Edge {
             keys.iter().enumerate().map(|(at, key)| LoadBlock { key: *key, place: place(at) });
         let blocks = blocks.collect();
         let (namespace, region) = (self.namespace, self.region_id());
-        let request = Request::Load { lease, namespace, region, after_event: None, blocks };
+        let (after_event, hints) = (None, Hints::default());
+        let request = Request::Load { lease, namespace, region, after_event, blocks, hints };
         match self.ask(request) {
             Some(Reply::Ticket(ticket)) => Some(ticket),
             _ => None,
@@ -861,7 +862,7 @@ fn take_step(edge: &mut Edge, leases: &mut Vec<LeaseId>, step: Step) {
         }
         Step::Prefetch(number, blocks) => {
             let prefix = PrefixQuery { namespace: NAMESPACE, keys: chain(number, blocks) };
-            edge.ask(Request::Prefetch { prefix });
+            edge.ask(Request::Prefetch { prefix, hints: Hints::default() });
         }
         Step::Pin(number, blocks) => {
             let prefix = PrefixQuery { namespace: NAMESPACE, keys: chain(number, blocks) };

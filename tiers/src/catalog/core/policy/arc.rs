@@ -101,6 +101,10 @@ impl Policy for Arc {
         self.queues.queue_of(block).is_some()
     }
 
+    fn len(&self) -> usize {
+        self.queues.len()
+    }
+
     fn insert(&mut self, block: u32, how: Use) {
         let mut to = ONCE;
         if let Some((from, _)) = self.left.remove(&how.key) {

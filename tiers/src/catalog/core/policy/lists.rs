@@ -117,6 +117,22 @@ impl Queues {
         self.count += 1;
     }
 
+    /// Puts a block into the list that `other` is in, next to it on the colder side.
+    pub(crate) fn push_behind(&mut self, other: u32, block: u32) {
+        let Some(queue) = self.queue_of(other) else {
+            return;
+        };
+        self.push_front(queue, block);
+        self.detach(queue, self.get(block));
+        let next = self.get(other).next;
+        *self.link(block) = Link { prev: other, next };
+        self.link(other).next = block;
+        match next {
+            NIL => self.ends_mut(queue).back = block,
+            next => self.link(next).prev = block,
+        }
+    }
+
     fn attach_front(&mut self, queue: u8, block: u32) {
         let front = self.ends(queue).front;
         *self.link(block) = Link { prev: NIL, next: front };
@@ -212,6 +228,15 @@ impl OrderList {
         self.0.push_front(0, block);
     }
 
+    /// As the coldest but for what is colder than `before`, the block that precedes it, or as the
+    /// warmest where that is not in the list.
+    pub(crate) fn push_behind(&mut self, before: u32, block: u32) {
+        match self.contains(before) {
+            true => self.0.push_behind(before, block),
+            false => self.0.push_front(0, block),
+        }
+    }
+
     pub(crate) fn remove(&mut self, block: u32) -> bool {
         self.0.remove(block).is_some()
     }
@@ -231,5 +256,30 @@ impl OrderList {
             at = self.warmer(block);
         }
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn coldest_first(list: &OrderList) -> Vec<u32> {
+        std::iter::successors(list.back(), |block| list.warmer(*block)).collect()
+    }
+
+    #[test]
+    fn a_path_that_comes_root_first_is_colder_towards_its_end() {
+        let mut list = OrderList::default();
+        list.push_front(100);
+        for (before, block) in [(NIL, 1), (1, 2), (2, 3), (1, 4), (77, 200)] {
+            list.push_behind(before, block);
+        }
+        assert_eq!(coldest_first(&list), [100, 3, 2, 4, 1, 200]);
+        assert_eq!((list.len(), list.front()), (6, Some(200)));
+        for block in [3, 1, 200, 100] {
+            assert!(list.remove(block));
+        }
+        list.push_behind(2, 5);
+        assert_eq!(coldest_first(&list), [5, 2, 4]);
     }
 }

@@ -3,15 +3,20 @@
 //! A block stands in the queue of what the last request that used it was like; within a queue the
 //! least recently used comes last, leaves before roots. What a queue's last block promises at its
 //! age is learned elsewhere ([`Outlook`]); the lowest of these promises is the victim. As long as
-//! too little is known, the least recently used of all goes first.
+//! too little is known, the least recently used of all goes first, but for what hints say.
 //!
 //! Invariant: a block does not leave before what follows it in the same tier, as far as that is
 //! seen within bounds: whoever comes back for the latter comes for both.
 
+use std::cmp::Ordering;
+use std::collections::BinaryHeap;
+use std::collections::binary_heap::PeekMut;
+
 use super::lists::Queues;
 use super::{About, Outlook, Policy, QUEUES, SCAN_MAX, Use};
 
-/// A block that may be the victim: the last one of its queue that was not passed over.
+/// A block that may be the victim: the last one of its queue that was not passed over. The greatest
+/// one leaves first.
 struct Candidate {
     queue: u8,
     block: u32,
@@ -19,12 +24,35 @@ struct Candidate {
     about: About,
 }
 
+impl Ord for Candidate {
+    /// The lowest score leaves first, and of equal ones the block that was used first.
+    fn cmp(&self, other: &Candidate) -> Ordering {
+        let scores = other.score.total_cmp(&self.score);
+        let ticks = || other.about.tick.cmp(&self.about.tick);
+        scores.then_with(ticks).then_with(|| other.queue.cmp(&self.queue))
+    }
+}
+
+impl PartialOrd for Candidate {
+    fn partial_cmp(&self, other: &Candidate) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Candidate {
+    fn eq(&self, other: &Candidate) -> bool {
+        self.cmp(other) == Ordering::Equal
+    }
+}
+
+impl Eq for Candidate {}
+
 /// See the head of this file.
 pub struct Pre {
     queues: Queues,
     /// The last block of each queue and what is known of it, as far as that was asked for.
     tails: Vec<Option<(u32, About)>>,
-    /// Reused from search to search.
+    /// Memory that one search leaves to the next.
     candidates: Vec<Candidate>,
 }
 
@@ -35,6 +63,55 @@ impl Default for Pre {
             tails: vec![None; QUEUES],
             candidates: Vec::with_capacity(QUEUES),
         }
+    }
+}
+
+impl Policy for Pre {
+    fn contains(&self, block: u32) -> bool {
+        self.queues.queue_of(block).is_some()
+    }
+
+    fn len(&self) -> usize {
+        self.queues.len()
+    }
+
+    fn insert(&mut self, block: u32, how: Use) {
+        self.queues.push_front(how.queue, block);
+    }
+
+    fn insert_behind(&mut self, before: u32, block: u32, how: Use) {
+        // What was used otherwise stands elsewhere.
+        match self.queues.queue_of(before) == Some(how.queue) {
+            true => self.queues.push_behind(before, block),
+            false => self.queues.push_front(how.queue, block),
+        }
+    }
+
+    fn touch(&mut self, block: u32, how: Use) {
+        if let Some(from) = self.queues.move_front(how.queue, block) {
+            self.forget_tail(from, block);
+            self.forget_tail(how.queue, block);
+        }
+    }
+
+    fn remove(&mut self, block: u32) {
+        if let Some(from) = self.queues.remove(block) {
+            self.forget_tail(from, block);
+        }
+    }
+
+    fn victim(
+        &mut self,
+        outlook: &dyn Outlook,
+        may_leave: &mut dyn FnMut(u32) -> bool,
+    ) -> Option<u32> {
+        let mut candidates = std::mem::take(&mut self.candidates);
+        candidates.extend((0..QUEUES as u8).filter_map(|queue| self.tail(queue, outlook)));
+        let mut heap = BinaryHeap::from(candidates);
+        let found = self.search(&mut heap, outlook, may_leave);
+        heap.clear();
+        self.candidates = heap.into_vec();
+        found
     }
 }
 
@@ -61,78 +138,38 @@ impl Pre {
         let score = outlook.score(queue, &about);
         Some(Candidate { queue, block, score, about })
     }
-}
 
-impl Policy for Pre {
-    fn contains(&self, block: u32) -> bool {
-        self.queues.queue_of(block).is_some()
-    }
-
-    fn insert(&mut self, block: u32, how: Use) {
-        self.queues.push_front(how.queue, block);
-    }
-
-    fn touch(&mut self, block: u32, how: Use) {
-        if let Some(from) = self.queues.move_front(how.queue, block) {
-            self.forget_tail(from, block);
-            self.forget_tail(how.queue, block);
-        }
-    }
-
-    fn remove(&mut self, block: u32) {
-        if let Some(from) = self.queues.remove(block) {
-            self.forget_tail(from, block);
-        }
-    }
-
-    fn victim(
-        &mut self,
-        outlook: &dyn Outlook,
-        may_leave: &mut dyn FnMut(u32) -> bool,
-    ) -> Option<u32> {
-        let mut candidates = std::mem::take(&mut self.candidates);
-        candidates.clear();
-        candidates.extend((0..QUEUES as u8).filter_map(|queue| self.tail(queue, outlook)));
-        let found = self.search(&mut candidates, outlook, may_leave);
-        self.candidates = candidates;
-        found
-    }
-}
-
-impl Pre {
+    /// Merges the queues, coldest first, until a block may leave. One look costs a step down a heap
+    /// of queues, not a look at all of them.
     fn search(
         &mut self,
-        candidates: &mut Vec<Candidate>,
+        candidates: &mut BinaryHeap<Candidate>,
         outlook: &dyn Outlook,
         may_leave: &mut dyn FnMut(u32) -> bool,
     ) -> Option<u32> {
         // Every block comes by twice at most, and those that were moved to a front once more.
         for _ in 0..SCAN_MAX.min(4 * (self.queues.len() + 1)) {
-            let order = |one: &&mut Candidate, other: &&mut Candidate| {
-                let scores = one.score.total_cmp(&other.score);
-                scores.then(one.about.tick.cmp(&other.about.tick))
-            };
-            let lowest = candidates.iter_mut().min_by(order)?;
+            let mut lowest = candidates.peek_mut()?;
             let (queue, block) = (lowest.queue, lowest.block);
-            let next = if !may_leave(block) {
-                self.queues.warmer(block)
-            } else if let Some(beside) = self.beside_child(block, outlook) {
-                let next = self.queues.warmer(block);
+            let next = self.queues.warmer(block);
+            if may_leave(block) {
+                let Some(beside) = self.beside_child(block, outlook) else {
+                    return Some(block);
+                };
+                // It goes to the front of a queue, where this search may meet it again: the number
+                // of looks ends that.
                 self.queues.move_front(beside, block);
                 self.forget_tail(queue, block);
-                // It went to the front of a queue, where this search must not meet it again for
-                // ever: the number of steps ends that.
-                next
-            } else {
-                return Some(block);
-            };
+            }
             match next {
                 Some(block) => {
                     let about = outlook.about(block);
                     let score = outlook.score(queue, &about);
                     *lowest = Candidate { queue, block, score, about };
                 }
-                None => candidates.retain(|candidate| candidate.queue != queue),
+                None => {
+                    PeekMut::pop(lowest);
+                }
             }
         }
         None
@@ -141,5 +178,149 @@ impl Pre {
     /// The queue of a block that follows this one and is here too.
     fn beside_child(&self, block: u32, outlook: &dyn Outlook) -> Option<u8> {
         self.queues.queue_of(outlook.child(block)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{HashMap, VecDeque};
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const KINDS: u8 = 5;
+
+    /// Ticks are told, scores follow from queue and time, and each odd block follows the even one
+    /// before it.
+    struct Told {
+        ticks: HashMap<u32, u64>,
+        scores: [f32; KINDS as usize],
+        chains: bool,
+        here: Vec<u32>,
+    }
+
+    impl Outlook for Told {
+        fn about(&self, block: u32) -> About {
+            let tick = self.ticks[&block];
+            About { tick, used_at: tick as u32 / 4, weight: 1.0 }
+        }
+
+        fn score(&self, queue: u8, about: &About) -> f32 {
+            // Steps, so that there are ties, and no order between queues that holds for all ages.
+            let age = 1000 - about.used_at;
+            (self.scores[usize::from(queue)] * (1 + age % 7) as f32).floor()
+        }
+
+        fn child(&self, block: u32) -> Option<u32> {
+            let child = block + 1;
+            (self.chains && block.is_multiple_of(2) && self.here.contains(&child)).then_some(child)
+        }
+
+        fn key(&self, block: u32) -> u64 {
+            u64::from(block)
+        }
+    }
+
+    /// The same as plain deques, front first, that are all looked at for each step.
+    #[derive(Default)]
+    struct Plain {
+        queues: [VecDeque<u32>; KINDS as usize],
+    }
+
+    impl Plain {
+        fn take(&mut self, block: u32) -> Option<u8> {
+            for (queue, number) in self.queues.iter_mut().zip(0..) {
+                if let Some(at) = queue.iter().position(|other| *other == block) {
+                    queue.remove(at);
+                    return Some(number);
+                }
+            }
+            None
+        }
+
+        fn victim(&mut self, told: &Told, may_leave: impl Fn(u32) -> bool) -> Option<u32> {
+            // The next one to look at of each queue.
+            let mut at: Vec<Option<u32>> =
+                self.queues.iter().map(|queue| queue.back().copied()).collect();
+            for _ in 0..SCAN_MAX {
+                let heads = at.iter().zip(0u8..).filter_map(|(block, queue)| {
+                    let about = told.about((*block)?);
+                    Some((told.score(queue, &about), about.tick, queue, (*block)?))
+                });
+                let least = heads.min_by(|one, other| {
+                    one.0.total_cmp(&other.0).then((one.1, one.2).cmp(&(other.1, other.2)))
+                });
+                let (_, _, queue, block) = least?;
+                let list = &self.queues[usize::from(queue)];
+                let place = list.iter().position(|other| *other == block)?;
+                let next = place.checked_sub(1).map(|warmer| list[warmer]);
+                if may_leave(block) {
+                    let of_child = told.child(block).and_then(|child| {
+                        let held = |list: &VecDeque<u32>| list.contains(&child);
+                        self.queues.iter().position(held)
+                    });
+                    let Some(beside) = of_child else {
+                        return Some(block);
+                    };
+                    // What is at the front of that queue already stays.
+                    if beside != usize::from(queue) || place > 0 {
+                        self.take(block);
+                        self.queues[beside].push_front(block);
+                    }
+                }
+                at[usize::from(queue)] = next;
+            }
+            None
+        }
+    }
+
+    proptest! {
+        /// The victim is the one that a look at all queues for every step finds.
+        #[test]
+        fn the_victim_is_that_of_an_exhaustive_search(
+            ops in prop::collection::vec((0u8..5, 0u32..40, 0u8..KINDS), 0..300),
+            scores in prop::array::uniform5(0.0f32..3.0),
+            mask in any::<u64>(),
+            chains in any::<bool>(),
+        ) {
+            let (mut pre, mut plain) = (Pre::default(), Plain::default());
+            let (ticks, here) = (HashMap::new(), Vec::new());
+            let mut told = Told { ticks, scores, chains, here };
+            for (tick, (op, block, queue)) in (1u64..).zip(ops) {
+                let how = Use { queue, ..Use::default() };
+                match op {
+                    0 | 1 if !pre.contains(block) => {
+                        told.ticks.insert(block, tick);
+                        told.here.push(block);
+                        pre.insert(block, how);
+                        plain.queues[usize::from(queue)].push_front(block);
+                    }
+                    0..=2 => {
+                        if plain.take(block).is_some() {
+                            told.ticks.insert(block, tick);
+                            plain.queues[usize::from(queue)].push_front(block);
+                        }
+                        pre.touch(block, how);
+                    }
+                    3 => {
+                        pre.remove(block);
+                        plain.take(block);
+                        told.here.retain(|other| *other != block);
+                    }
+                    _ => {
+                        let may_leave = |block: u32| (mask >> block) & 1 == 1;
+                        let found = pre.victim(&told, &mut |block| may_leave(block));
+                        prop_assert_eq!(found, plain.victim(&told, may_leave));
+                        if let Some(victim) = found.filter(|_| block % 2 == 0) {
+                            pre.remove(victim);
+                            plain.take(victim);
+                            told.here.retain(|other| *other != victim);
+                        }
+                    }
+                }
+                prop_assert_eq!(pre.len(), told.here.len());
+            }
+        }
     }
 }

@@ -285,6 +285,7 @@ fn limits(dice: &mut Dice) -> Limits {
         ticket_ms: dice.between(100, 10_000),
         leased_blocks: dice.between(16, 256) as usize,
         device_ms: dice.between(5_000, 60_000),
+        retain_ms_max: dice.between(50, 20_000),
         bad_keys: dice.between(1, 64) as usize,
     }
 }

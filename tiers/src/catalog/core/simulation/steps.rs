@@ -217,7 +217,8 @@ impl World {
             Part { excused, ..Part::new(*block, *place) }
         };
         let parts = pairs.iter().map(part).collect();
-        let request = Request::Load { lease, namespace, region, after_event: None, blocks };
+        let (after_event, hints) = (None, self.hints());
+        let request = Request::Load { lease, namespace, region, after_event, blocks, hints };
         let kind = Kind::Load(lease);
         let ticket = Ticket { session, region: Some(region), kind, parts };
         self.ask(session, request, Asked::Ticket(ticket));
@@ -250,7 +251,8 @@ impl World {
         let (path, prefix) = self.some_prefix(session);
         let parts = path.iter().map(|block| Part::new(*block, 0)).collect();
         let ticket = Ticket { session, region: None, kind: Kind::Prefetch, parts };
-        self.ask(session, Request::Prefetch { prefix }, Asked::Ticket(ticket));
+        let hints = self.hints();
+        self.ask(session, Request::Prefetch { prefix, hints }, Asked::Ticket(ticket));
     }
 
     fn pin(&mut self) {

@@ -28,7 +28,7 @@ fn full_queues_lead_to_bypass_and_back() {
     let mut edge = with_full_queues();
     let prefetch = |edge: &mut Edge| {
         let prefix = PrefixQuery { namespace: NAMESPACE, keys: chain(1, 1) };
-        edge.ask(Request::Prefetch { prefix })
+        edge.ask(Request::Prefetch { prefix, hints: Hints::default() })
     };
     pass(&mut edge, 2_500);
     assert_eq!(edge.stats().ladder.step, Step::NoPrefetch);

@@ -91,3 +91,177 @@ fn a_write_budget_is_never_exceeded_in_any_hour() {
     assert!(stats.nvme.bytes_in > per_day / 24 * 2, "{} bytes in four hours", stats.nvme.bytes_in);
     assert!(stats.write_refused > 0 && stats.store_busy == 0);
 }
+
+/// Conversations that are continued once, after four seconds, until reuse is predicted from them.
+fn warm_up(edge: &mut Edge) {
+    for number in 0..400u32 {
+        edge.now += 2_000_000;
+        request(edge, &chain(1_000_000 + number, 3), Hints::default());
+        request(edge, &chain(999_998 + number, 4), Hints::default());
+    }
+    edge.now += 1_000_000;
+}
+
+/// A path of 12 blocks, of which the first four belong to others too.
+fn shared_path(number: u32) -> Vec<BlockKey> {
+    chain(7, 4).into_iter().chain((0..8).map(|at| key(number, 100 + at))).collect()
+}
+
+/// The hint comes with the lookup, and what is stored afterwards says nothing.
+#[test]
+fn a_conversation_hinted_as_finished_leaves_before_an_open_one() {
+    for warm in [false, true] {
+        let mut edge = Edge::new(with_policy(PolicyChoice::Pre));
+        if warm {
+            warm_up(&mut edge);
+        }
+        // The open one is used first, so that it would leave first without hints.
+        request(&mut edge, &shared_path(8), Hints::open());
+        edge.now += 1_000_000;
+        request(&mut edge, &shared_path(9), Hints::finished());
+        edge.now += 1_000_000;
+        // All that was there before has to leave for it, and six more blocks.
+        let more = 44 + 6;
+        request(&mut edge, &chain(50, more), Hints::default());
+        edge.catalog.check();
+        let [open, finished] = [8, 9].map(|number| edge.lookup(shared_path(number), 0).blocks);
+        // Nothing of the open one goes before the other has lost all that only it uses.
+        assert!(finished <= 6 && (open == 12 || finished == 4), "{warm}: {open}, {finished}");
+        assert!(open > 10, "{warm}: {open}, {finished}");
+        assert_eq!(edge.lookup(chain(50, more), 0).blocks, more);
+    }
+}
+
+#[test]
+fn what_is_hinted_as_finished_and_is_used_nevertheless_is_kept_like_the_rest() {
+    let mut edge = Edge::new(with_policy(PolicyChoice::Pre));
+    let (mut hits, mut asked) = (0, 0);
+    for turn in 0..2000u32 {
+        edge.now += 1_000_000;
+        // Eight conversations of 5 blocks go on all the time and are said to be over.
+        let found = request(&mut edge, &chain(turn % 8, 5), Hints::finished());
+        if turn > 1000 {
+            (hits, asked) = (hits + found, asked + 5);
+        }
+        request(&mut edge, &chain(100 + turn, 6), Hints::default());
+    }
+    assert!(hits * 10 > asked * 9, "{hits} of {asked}");
+}
+
+#[test]
+fn a_dropped_conversation_goes_at_once_but_not_what_others_use() {
+    for (policy, nvme) in [(PolicyChoice::Pre, false), (PolicyChoice::Lru, true)] {
+        let mut edge = Edge::new(CatalogConfig { host_policy: policy, ..config(32, nvme) });
+        for number in 8..=10 {
+            request(&mut edge, &shared_path(number), Hints::default());
+        }
+        let prefix = PrefixQuery { namespace: NAMESPACE, keys: shared_path(10) };
+        let lease = edge.lookup(shared_path(10), 1000).lease.unwrap();
+        let touch = Request::Touch { prefix, hints: Hints::drop() };
+        assert!(matches!(edge.ask(touch.clone()), Some(Reply::Count(0))), "it is leased");
+        edge.ask(Request::Release { lease });
+        assert!(matches!(edge.ask(touch.clone()), Some(Reply::Count(8))));
+        assert!(matches!(edge.ask(touch), Some(Reply::Count(0))));
+        edge.catalog.check();
+        assert_eq!(edge.lookup(shared_path(10), 0).blocks, 4);
+        assert_eq!(edge.lookup(shared_path(9), 0).blocks, 12);
+    }
+}
+
+#[test]
+fn what_is_retained_stays_for_its_time_and_within_its_limits() {
+    let mut edge = Edge::new(with_policy(PolicyChoice::Pre));
+    let flood = |edge: &mut Edge| {
+        for number in 0..10 {
+            request(edge, &chain(1000 + number, 20), Hints::default());
+        }
+    };
+    let retain = |ms| Hints::default().retain(std::time::Duration::from_millis(ms));
+    // A quarter of RAM may be retained: 16 blocks. Each turn replaces what the one before retained.
+    for blocks in [6, 9, 12] {
+        request(&mut edge, &chain(1, blocks), retain(5_000));
+        let prefix = PrefixQuery { namespace: NAMESPACE, keys: chain(1, blocks) };
+        edge.ask(Request::Touch { prefix, hints: retain(5_000) });
+        assert_eq!(edge.catalog.clients.retained.len(), 1, "{blocks} blocks");
+    }
+    request(&mut edge, &chain(2, 20), Hints::default());
+    let prefix = PrefixQuery { namespace: NAMESPACE, keys: chain(2, 20) };
+    edge.ask(Request::Touch { prefix, hints: retain(5_000) });
+    flood(&mut edge);
+    edge.catalog.check();
+    assert_eq!(edge.lookup(chain(1, 12), 0).blocks, 12);
+    assert_eq!(edge.lookup(chain(2, 20), 0).blocks, 0, "it was more than may be retained");
+    edge.now += 6_000_000;
+    edge.event(Event::Tick);
+    assert_eq!(edge.stats().pins, 0);
+    flood(&mut edge);
+    assert_eq!(edge.lookup(chain(1, 12), 0).blocks, 0);
+    // Whoever says that it is over, or 0, retains no longer.
+    for hints in [Hints::finished(), retain(0)] {
+        request(&mut edge, &chain(3, 5), Hints::default());
+        let prefix = PrefixQuery { namespace: NAMESPACE, keys: chain(3, 5) };
+        edge.ask(Request::Touch { prefix: prefix.clone(), hints: retain(u64::MAX) });
+        assert_eq!(edge.stats().pins, 1);
+        edge.ask(Request::Touch { prefix, hints });
+        assert_eq!(edge.stats().pins, 0);
+    }
+    assert!(edge.catalog.clients.retained.is_empty());
+}
+
+/// A search that finds nothing looks at each copy a few times at most, however many are pinned.
+#[test]
+fn a_search_past_pinned_copies_ends_when_all_were_seen() {
+    use super::super::slot_tier::{Home, Leave, SlotTier, View};
+
+    let (mut edge, blocks) = (Edge::new(config(1, false)), 10_000u32);
+    let mut tier = SlotTier::new(u64::from(blocks * BLOCK), BLOCK, PolicyChoice::Pre);
+    let class = tier.class_of(BLOCK).unwrap();
+    for number in 0..blocks {
+        let new = super::super::table::NewBlock {
+            namespace: NAMESPACE,
+            generation: 1,
+            key: key(number, 0),
+            parent: BlockKey::ROOT,
+            position: 0,
+            tokens: 16,
+            raw_bytes: BLOCK,
+        };
+        let index = edge.catalog.table.find_or_insert(&new);
+        let how = Use { queue: (number % 7) as u8, ..Use::default() };
+        tier.allocate(class, index, u32::MAX, how).unwrap();
+    }
+    let (table, reuse) = (&edge.catalog.table, &edge.catalog.reuse);
+    let view = View { table, reuse, home: Home::Host, now: 0, weigh_cost: false };
+    for free in [None, Some(9_999), Some(5)] {
+        let looks = std::cell::Cell::new(0);
+        let victim = tier.victim(class, &view, |index| {
+            looks.set(looks.get() + 1);
+            if Some(index) == free { Leave::Yes } else { Leave::Pinned }
+        });
+        assert_eq!(victim, free);
+        assert!(looks.get() <= 2 * blocks, "{} looks", looks.get());
+    }
+}
+
+/// Half a path on nvme would be of no use: the budget for all of it is set aside with the verdict.
+#[test]
+fn what_a_budget_admits_is_written_from_the_root_on() {
+    let mut config = config(40, true);
+    if let Some(nvme) = &mut config.nvme {
+        // An hour's share is 64 blocks, of which the bucket holds four.
+        nvme.write_bytes_per_day = Some(24 * 64 * u64::from(BLOCK));
+    }
+    let mut edge = Edge::new(config);
+    for number in 0..600u32 {
+        edge.now += 20_000_000;
+        edge.event(Event::Tick);
+        request(&mut edge, &chain(number, 1 + number % 6), Hints::default());
+        edge.catalog.check();
+    }
+    let table = &edge.catalog.table;
+    let blocks = (0..table.index_end()).filter_map(|index| table.live(index));
+    let on_nvme: Vec<_> = blocks.filter(|block| block.spot().is_some()).collect();
+    let behind_holes = on_nvme.iter().filter(|block| block.orphan).count();
+    assert!(on_nvme.len() > 100, "{} blocks on nvme", on_nvme.len());
+    assert_eq!(behind_holes, 0, "of {} blocks", on_nvme.len());
+}

@@ -24,7 +24,7 @@ fn a_prefetch_that_finds_no_room_does_not_end_the_loads_that_wait() {
     let lease = edge.lookup(keys.clone(), 1000).lease.unwrap();
     let ticket = edge.load(&keys, lease);
     let prefix = PrefixQuery { namespace: NAMESPACE, keys: keys.clone() };
-    let reply = edge.ask(Request::Prefetch { prefix });
+    let reply = edge.ask(Request::Prefetch { prefix, hints: Hints::default() });
     let Some(Reply::Ticket(prefetch)) = reply else { panic!("{reply:?}") };
     edge.event(Event::Tick);
     assert_eq!(edge.outcomes(Some(prefetch)), [Outcome::Missed(MissReason::NoRoom); 4]);
