@@ -26,7 +26,7 @@ fn example(folder: &Path) -> String {
 fn with_all_keys(example: &str) -> String {
     let shown = |line: &&str| {
         let key = line.split(" = ").next().unwrap();
-        line.starts_with("[[")
+        line.starts_with('[')
             || (line.contains(" = ") && key.chars().all(|c| c.is_ascii_lowercase() || c == '_'))
     };
     let lines = example.lines().map(|line| line.strip_prefix('#').filter(shown).unwrap_or(line));

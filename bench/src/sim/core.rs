@@ -431,6 +431,7 @@ impl Core {
             }
             Action::BindSlab { .. }
             | Action::ClearSlot { .. }
+            | Action::DisownSlot { .. }
             | Action::DropEncoded { .. }
             | Action::SealSegment { .. }
             | Action::VoidSegment { .. }

@@ -117,14 +117,12 @@ fn settings(config: &Config) -> Vec<Setting> {
         }
         list.bytes("nvme.block_bytes_min", nvme.block_bytes_min.into());
         list.number("nvme.queue_depth", nvme.queue_depth.into());
-        list.text(
-            "nvme.io",
-            match nvme.io {
-                NvmeIo::Auto => "auto",
-                NvmeIo::Uring => "uring",
-                NvmeIo::Blocking => "blocking",
-            },
-        );
+        let io = match nvme.io {
+            NvmeIo::Auto => "auto",
+            NvmeIo::Uring => "uring",
+            NvmeIo::Blocking => "blocking",
+        };
+        list.text("nvme.io", io);
         match nvme.write_bytes_per_day {
             Some(bytes) => list.bytes("nvme.write_bytes_per_day", bytes),
             None => list.text("nvme.write_bytes_per_day", "no limit"),

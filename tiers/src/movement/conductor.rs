@@ -278,7 +278,7 @@ impl Conductor {
                     tracing::error!(slab, %error, "a slab is not free as the catalog thinks");
                 }
             }
-            Action::ClearSlot { slot } => {
+            Action::ClearSlot { slot } | Action::DisownSlot { slot } => {
                 if let Err(error) = self.shared.arena.set_descriptor(slot, &[0; DESCRIPTOR_BYTES]) {
                     tracing::error!(?slot, %error, "a slot is not as the catalog thinks");
                 }

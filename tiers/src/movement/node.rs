@@ -199,10 +199,7 @@ impl Node {
             stopping: false,
         };
         let theirs = Arc::clone(&inbox);
-        let conductor = std::thread::Builder::new()
-            .name("kvtide-catalog".into())
-            .spawn(move || theirs.run(conductor, &ask_source, &signal_source))
-            .map_err(|source| StartError::Io { what: "catalog thread", source })?;
+        let conductor = start_catalog(move || theirs.run(conductor, &ask_source, &signal_source))?;
         let handle = NodeHandle(Arc::new(Handle {
             inbox,
             limits: config.limits,
@@ -288,6 +285,13 @@ fn check_sizes(config: &NodeConfig) -> Result<(), StartError> {
         }
         _ => Ok(()),
     }
+}
+
+fn start_catalog<T: Send + 'static>(
+    run: impl FnOnce() -> T + Send + 'static,
+) -> Result<JoinHandle<T>, StartError> {
+    let thread = std::thread::Builder::new().name("kvtide-catalog".into()).spawn(run);
+    thread.map_err(|source| StartError::Io { what: "catalog thread", source })
 }
 
 /// Starts the thread that unmaps regions. As many wait as there are regions.

@@ -312,6 +312,7 @@ impl Catalog {
                 self.host.tier.remove(index, bytes);
                 if users > 0 && !self.has_planted(Planted::SlotUsedTwice) {
                     self.table.get_mut(index).host = HostCopy::Draining { slot, users };
+                    self.actions.push(Action::DisownSlot { slot });
                 } else {
                     self.release_host(index, slot);
                     self.table.get_mut(index).host = HostCopy::Absent;

@@ -240,6 +240,13 @@ pub enum Action {
         /// Which.
         slot: SlotId,
     },
+    /// Void a slot's host descriptor, so that no next daemon takes the block over: its copy was
+    /// given up while operations still read the slot. It is free ([`Action::ClearSlot`]) when they
+    /// end.
+    DisownSlot {
+        /// Which.
+        slot: SlotId,
+    },
     /// Copy a block from a region into a slot, narrow it if it is to be, checksum our copy, write
     /// its host descriptor.
     Gather {

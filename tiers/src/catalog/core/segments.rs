@@ -265,9 +265,9 @@ impl Segments {
     /// The segment to reclaim next: the one with the least live bytes if that is a fifth of its
     /// payload or less, otherwise the oldest. One with pinned blocks only where there is no other.
     ///
-    /// Also whether it is out of turn, because an older one stays. What can be reached in it is then
-    /// worth more than what is in that one, and has to be written again: where there is no `room`
-    /// for that, only a segment in which nothing can be reached is taken out of turn.
+    /// Also whether it is out of turn, because an older one stays. What can be reached in it is
+    /// then worth more than what is in that one, and has to be written again: where there is no
+    /// `room` for that, only a segment in which nothing can be reached is taken out of turn.
     pub(crate) fn victim(&self, room: bool) -> Option<(u32, bool)> {
         let usable =
             |segment: &Segment| segment.state == SegmentState::Sealed && segment.writers == 0;

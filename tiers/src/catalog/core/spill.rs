@@ -374,7 +374,7 @@ impl Catalog {
             let Some((victim, out_of_turn)) = next else {
                 return;
             };
-            if !self.worth_reclaiming(victim) {
+            if !self.worth_reclaiming(victim) || self.is_last_of_pinned(victim) {
                 return;
             }
             if let Some(nvme) = &mut self.nvme {
@@ -383,6 +383,18 @@ impl Catalog {
             self.reclaim(victim, out_of_turn);
             self.pump_fetches();
         }
+    }
+
+    /// Whether the segment has the last good copy of a pinned block whose slot of host RAM was
+    /// given up, but is still read. It is reclaimed when that ends, because then it can be read
+    /// back.
+    fn is_last_of_pinned(&self, segment: u32) -> bool {
+        let pinned = self.nvme.as_ref().is_some_and(|nvme| nvme.segments.get(segment).pinned > 0);
+        let waits = |index: &u32| {
+            let block = self.table.get(*index);
+            block.pins > 0 && matches!(block.host, HostCopy::Draining { .. })
+        };
+        pinned && self.blocks_in(segment).iter().any(waits)
     }
 
     /// A segment half of which would be written again, because its blocks are in host RAM too,

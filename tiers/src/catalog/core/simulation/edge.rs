@@ -99,6 +99,7 @@ impl World {
                 let result = self.media.clear(slot);
                 self.expect(result);
             }
+            Action::DisownSlot { slot } => self.media.disown(slot),
             Action::SealSegment { segment } => self.media.seal(segment),
             Action::QuarantineSegment { segment } => {
                 self.quarantined.insert(segment);
@@ -108,6 +109,7 @@ impl World {
                     self.complain(format!("{op:?} has no encoded bytes to be dropped"));
                 }
             }
+            Action::Degraded { .. } => {}
             Action::TierOffline { tier, .. } => self.tier_off(tier),
             Action::Residency { changes, whole } => {
                 changes.iter().for_each(|change| self.resides(change));
@@ -154,7 +156,7 @@ impl World {
         // What was only there is lost.
         let promised: Vec<Id> = self.clients.promised.keys().copied().collect();
         for block in promised {
-            if !self.media.in_host(block) {
+            if !self.media.stays_in_host(block) {
                 self.clients.excuse(block);
             }
         }
@@ -349,7 +351,7 @@ impl World {
                 let result = self.gather(region, place, fault);
                 let held = result.ok().zip(block).map(|(tag, block)| {
                     let descriptor = in_slot(&descriptor, tag);
-                    Held { block, tag, descriptor, forgotten }
+                    Held { block, tag, descriptor, forgotten, disowned: false }
                 });
                 self.media.end_fill(to, held.clone());
                 if let Some(held) = held.filter(|_| !forgotten) {
@@ -460,7 +462,7 @@ impl World {
                 }
                 let held = result.ok().zip(block).map(|(tag, block)| {
                     let descriptor = in_slot(&descriptor, tag);
-                    Held { block, tag, descriptor, forgotten }
+                    Held { block, tag, descriptor, forgotten, disowned: false }
                 });
                 self.media.end_fill(SlotPlace::Host(to), held);
                 self.just_read = result.is_ok().then_some(SlotPlace::Host(to));

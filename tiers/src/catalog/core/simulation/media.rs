@@ -22,6 +22,8 @@ pub(super) struct Held {
     pub(super) descriptor: Descriptor,
     /// It was forgotten or reported bad while it was here.
     pub(super) forgotten: bool,
+    /// Its descriptor is gone: the slot is only still read.
+    pub(super) disowned: bool,
 }
 
 /// A slot of host RAM or of a pool.
@@ -178,6 +180,13 @@ impl Media {
         Ok(())
     }
 
+    /// The descriptor of a slot of host RAM goes; its bytes are still read.
+    pub(super) fn disown(&mut self, slot: SlotId) {
+        if let Some(held) = self.host.entry(slot).or_default().held.as_mut() {
+            held.disowned = true;
+        }
+    }
+
     pub(super) fn segment(&mut self, segment: u32) -> &mut FakeSegment {
         self.segments.entry(segment).or_default()
     }
@@ -310,6 +319,12 @@ impl Media {
     pub(super) fn in_host(&self, block: Id) -> bool {
         let mut held = self.host.values().filter_map(|slot| slot.held.as_ref());
         held.any(|held| held.block == block)
+    }
+
+    /// The same, and is not being given up.
+    pub(super) fn stays_in_host(&self, block: Id) -> bool {
+        let mut held = self.host.values().filter_map(|slot| slot.held.as_ref());
+        held.any(|held| held.block == block && !held.disowned)
     }
 
     /// Whether there is a copy of the block, in whatever place.

@@ -85,8 +85,7 @@ impl World {
         excused.into_iter().for_each(|namespace| self.media.excuse(namespace));
         self.media.encoded.clear();
         for slot in self.media.host.values_mut() {
-            // A forgotten block whose slot was still read is cleared when that ends.
-            let held = slot.held.take().filter(|held| !held.forgotten || slot.readers == 0);
+            let held = slot.held.take().filter(|held| !held.disowned);
             *slot = Slot { held, ..Slot::default() };
         }
         let dice = &mut self.dice;

@@ -23,6 +23,16 @@ fn seeds_are_clean() {
     assert!(all.hits > SEEDS && all.restarts > SEEDS && all.pins > SEEDS, "{all:?}");
 }
 
+/// Each of these found something once: a forgotten block whose slot was still written from came
+/// back from kept RAM; a segment was reclaimed with the last good copy of a pinned block, whose
+/// slot of bad bytes was still read; an idle node that had once found no room reclaimed for ever.
+#[test]
+fn seeds_that_found_something_are_clean() {
+    for seed in [21, 279, 1491, 2158, 2493, 3400, 4268, 4431] {
+        simulate(seed).unwrap_or_else(|failure| panic!("{failure}"));
+    }
+}
+
 #[test]
 fn the_same_seed_does_the_same() {
     for seed in 0..10 {
@@ -58,25 +68,4 @@ fn a_slot_that_is_used_twice_is_found() {
 fn a_limit_that_is_off_by_one_is_found() {
     let complaint = found(Planted::LimitOffByOne);
     assert!(complaint.contains("are allowed"), "{complaint}");
-}
-
-#[test]
-#[ignore]
-fn survey() {
-    let count = std::env::var("SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(300);
-    let first = std::env::var("FIRST").ok().and_then(|text| text.parse().ok()).unwrap_or(0);
-    let full = std::env::var("FULL").is_ok();
-    let mut bad = 0;
-    for seed in first..first + count {
-        if let Err(failure) = run(seed, if full { 1 << 20 } else { 0 }, |_| {}).0 {
-            bad += 1;
-            if full {
-                println!("{failure}");
-            } else if bad < 40 {
-                let text: String = failure.complaint.chars().take(260).collect();
-                println!("seed {} step {}: {text}", failure.seed, failure.step);
-            }
-        }
-    }
-    println!("{bad} of {count} bad");
 }
