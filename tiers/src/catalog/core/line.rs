@@ -205,7 +205,9 @@ mod tests {
         #[test]
         fn both_factors_are_found_although_a_quarter_is_absurd(
             a in 1.0f64..1000.0,
-            half_at in 1000.0f64..200_000.0,
+            // Where the context costs as much as the tokens. If it is far below the contexts that
+            // are seen, nothing can be told of the tokens' own part.
+            half_at in 10_000.0f64..200_000.0,
             sizes in proptest::collection::vec((64.0f64..8192.0, 0.0f64..100_000.0), 64),
             noise in proptest::collection::vec(0.95f64..1.05, 64),
             odd in 10.0f64..1000.0,
