@@ -13,7 +13,15 @@ pub const DESCRIPTOR_BYTES: usize = 256;
 /// engine had them are written in version 1, which has no narrow form.
 pub const DESCRIPTOR_VERSION: u8 = 2;
 
-const MAGIC: [u8; 4] = *b"KVTd";
+/// Bytes of the magic. In host RAM it is written last: until then a disowned block stays so.
+pub(crate) const MAGIC_BYTES: usize = 4;
+const MAGIC: [u8; MAGIC_BYTES] = *b"KVTd";
+/// In the place of the magic once the block was disowned. It differs in one byte, so that it is
+/// there or is not, whenever the daemon ends.
+const DISOWNED: [u8; MAGIC_BYTES] = *b"KVTo";
+/// The byte that disowns the block of a descriptor in host RAM, and where it is written.
+#[cfg(any(feature = "store", test))]
+pub(crate) const DISOWN: (u64, u8) = (3, DISOWNED[3]);
 const SUM_AT: usize = DESCRIPTOR_BYTES - 8;
 
 /// An XXH3-128 checksum, little-endian.
@@ -131,6 +139,9 @@ pub enum DescriptorError {
     /// All bytes are zero: nothing was ever written here, or it was erased.
     #[error("empty")]
     Empty,
+    /// Its block was given up while operations still read the slot. In host RAM only.
+    #[error("the block was given up; only operations that had begun before go on")]
+    Disowned,
     /// The first bytes are not those of a descriptor.
     #[error("not a descriptor")]
     Magic,
@@ -187,9 +198,11 @@ impl Descriptor {
     ) -> Result<Descriptor, DescriptorError> {
         let (body, sum) = bytes.split_at(SUM_AT);
         let mut get = Get { bytes: body, at: 0 };
-        if get.array() != MAGIC {
-            let empty = bytes.iter().all(|byte| *byte == 0);
-            return Err(if empty { DescriptorError::Empty } else { DescriptorError::Magic });
+        match (get.array(), place) {
+            (MAGIC, _) => {}
+            (DISOWNED, Place::Host { .. }) => return Err(DescriptorError::Disowned),
+            _ if bytes.iter().all(|byte| *byte == 0) => return Err(DescriptorError::Empty),
+            _ => return Err(DescriptorError::Magic),
         }
         if XxHash3_64::oneshot_with_seed(place.seed(), body).to_le_bytes() != sum {
             return Err(DescriptorError::Checksum);
@@ -229,6 +242,25 @@ impl Descriptor {
             created_s: get.u64(),
             session: get.u64(),
         })
+    }
+
+    /// As [`Descriptor::decode`], for operations that were given the slot while its block was still
+    /// owned: whether it was disowned since does not matter to them.
+    ///
+    /// # Errors
+    /// As [`Descriptor::decode`], but for [`DescriptorError::Disowned`].
+    pub fn decode_in_use(
+        bytes: &[u8; DESCRIPTOR_BYTES],
+        place: Place,
+    ) -> Result<Descriptor, DescriptorError> {
+        match Descriptor::decode(bytes, place) {
+            Err(DescriptorError::Disowned) => {
+                let mut owned = *bytes;
+                owned[..MAGIC_BYTES].copy_from_slice(&MAGIC);
+                Descriptor::decode(&owned, place)
+            }
+            other => other,
+        }
     }
 }
 
@@ -332,5 +364,68 @@ mod tests {
     fn erased_and_foreign_bytes_have_names() {
         assert_eq!(Descriptor::decode(&[0; 256], PLACE), Err(DescriptorError::Empty));
         assert_eq!(Descriptor::decode(&[1; 256], PLACE), Err(DescriptorError::Magic));
+    }
+
+    fn disowned(mut bytes: [u8; DESCRIPTOR_BYTES]) -> [u8; DESCRIPTOR_BYTES] {
+        bytes[DISOWN.0 as usize] = DISOWN.1;
+        bytes
+    }
+
+    #[test]
+    fn a_disowned_block_is_there_for_its_readers_and_for_nobody_else() {
+        let here = Place::Host { salt: 1, slot: 2 };
+        let bytes = disowned(sample().encode(here));
+        assert_eq!(bytes[..4], *b"KVTo");
+        assert_eq!(Descriptor::decode(&bytes, here), Err(DescriptorError::Disowned));
+        assert_eq!(Descriptor::decode_in_use(&bytes, here), Ok(sample()));
+        // A daemon from before the mark knows one magic, and nothing else begins a descriptor.
+        assert_ne!(bytes[..4], MAGIC);
+        let there = Place::Host { salt: 1, slot: 3 };
+        assert_eq!(Descriptor::decode_in_use(&bytes, there), Err(DescriptorError::Checksum));
+        for bit in 0..DESCRIPTOR_BYTES * 8 {
+            let mut bad = bytes;
+            bad[bit / 8] ^= 1 << (bit % 8);
+            let found = Descriptor::decode_in_use(&bad, here);
+            assert!(found.is_err(), "bit {bit}");
+        }
+        // Segments have no such mark.
+        let bytes = disowned(sample().encode(PLACE));
+        assert_eq!(Descriptor::decode(&bytes, PLACE), Err(DescriptorError::Magic));
+        assert_eq!(Descriptor::decode_in_use(&bytes, PLACE), Err(DescriptorError::Magic));
+    }
+
+    /// The slot of a disowned block is voided, and later gets another block's descriptor, the magic
+    /// last. Whatever the daemon's end leaves of these writes, from the front or from the back, the
+    /// disowned block is not taken over, and the other one only once its descriptor is whole.
+    #[test]
+    fn no_torn_write_brings_a_disowned_block_back() {
+        let here = Place::Host { salt: 1, slot: 2 };
+        let next = Descriptor { key: BlockKey([16; 32]), ..sample() };
+        let (empty, whole) = ([0; DESCRIPTOR_BYTES], next.encode(here));
+        let disowned = disowned(sample().encode(here));
+        let check = |torn: [u8; DESCRIPTOR_BYTES], cut: usize| {
+            let found = Descriptor::decode(&torn, here);
+            assert_eq!(found.is_ok(), torn == whole, "cut at {cut}: {found:?}");
+            assert!(found.is_err() || found == Ok(next.clone()), "cut at {cut}: {found:?}");
+        };
+        // The last one leaves the voiding out, which no action does.
+        for (from, to) in [(disowned, empty), (empty, whole), (disowned, whole)] {
+            for cut in MAGIC_BYTES..=DESCRIPTOR_BYTES {
+                for (front, back) in [(from, to), (to, from)] {
+                    let mut torn = from;
+                    torn[MAGIC_BYTES..cut].copy_from_slice(&front[MAGIC_BYTES..cut]);
+                    torn[cut..].copy_from_slice(&back[cut..]);
+                    check(torn, cut);
+                }
+            }
+            for cut in 0..=MAGIC_BYTES {
+                for (front, back) in [(from, to), (to, from)] {
+                    let mut torn = to;
+                    torn[..cut].copy_from_slice(&front[..cut]);
+                    torn[cut..MAGIC_BYTES].copy_from_slice(&back[cut..MAGIC_BYTES]);
+                    check(torn, cut);
+                }
+            }
+        }
     }
 }

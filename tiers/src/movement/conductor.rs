@@ -13,9 +13,9 @@ use super::pool::{Encode, Expect, Job, PoolSender, ReadContext, Shared};
 use crate::block::{DESCRIPTOR_BYTES, PAGE_BYTES};
 use crate::catalog::{
     Action, AskId, Catalog, Event, GpuId, Limit, OpError, OpId, RegionId, Reply, Request,
-    SessionId, SlotPlace, TenantId, Timestamp,
+    SessionId, SlotId, SlotPlace, TenantId, Timestamp,
 };
-use crate::io::{AlignedBuf, Region};
+use crate::io::{AlignedBuf, Region, SlotError};
 use crate::segment::{StoreGeometry, header_page};
 use crate::tier::device::{GpuError, OpenRegion};
 use crate::tier::nvme::{NvmeJob, NvmeWorker, ReadBuffer, WriteBuffer};
@@ -278,11 +278,11 @@ impl Conductor {
                     tracing::error!(slab, %error, "a slab is not free as the catalog thinks");
                 }
             }
-            Action::ClearSlot { slot } | Action::DisownSlot { slot } => {
-                if let Err(error) = self.shared.arena.set_descriptor(slot, &[0; DESCRIPTOR_BYTES]) {
-                    tracing::error!(?slot, %error, "a slot is not as the catalog thinks");
-                }
+            Action::ClearSlot { slot } => {
+                let empty = [0; DESCRIPTOR_BYTES];
+                Self::expect_slot(slot, self.shared.arena.set_descriptor(slot, &empty));
             }
+            Action::DisownSlot { slot } => Self::expect_slot(slot, self.shared.arena.disown(slot)),
             Action::Gather { op, .. } => {
                 let ended = |error| Event::Gathered { op, result: Err(error) };
                 self.copy_block(action, ended);
@@ -322,6 +322,12 @@ impl Conductor {
                 tracing::error!(tier, gpu, ?reason, "a tier is off until the next start");
             }
             other => self.send_to_device(other),
+        }
+    }
+
+    fn expect_slot(slot: SlotId, done: Result<(), SlotError>) {
+        if let Err(error) = done {
+            tracing::error!(?slot, %error, "a slot is not as the catalog thinks");
         }
     }
 

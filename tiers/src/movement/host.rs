@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::HostConfig;
 use super::node::StartError;
-use crate::block::{DESCRIPTOR_BYTES, Descriptor, NamespaceId, Place};
+use crate::block::{DESCRIPTOR_BYTES, Descriptor, DescriptorError, NamespaceId, Place};
 use crate::catalog::{AdoptedSlab, Catalog, SlotId};
 use crate::io::{Arena, KeptSlab};
 
@@ -20,6 +20,7 @@ pub struct Kept {
     /// Their bytes.
     pub bytes: u64,
     /// Slots that were not: a damaged descriptor, a namespace that is gone, other bytes on nvme.
+    /// Not those whose blocks the daemon before had given up.
     pub dropped: u64,
 }
 
@@ -57,9 +58,12 @@ pub(super) fn adopt(
         slabs.iter().map(|slab| whole(slab, arena.salt(), generation)).collect();
     let mut adopted = catalog.adopt(&found);
     adopted.sort_unstable();
-    for (slot, _) in slabs.iter().flat_map(|slab| &slab.slots) {
+    for (slot, bytes) in slabs.iter().flat_map(|slab| &slab.slots) {
         if adopted.binary_search(slot).is_err() {
-            kept.dropped += 1;
+            // What the daemon before had given up is nobody's loss.
+            let place = Place::Host { salt: arena.salt(), slot: slot.0 };
+            let disowned = Descriptor::decode(bytes, place) == Err(DescriptorError::Disowned);
+            kept.dropped += u64::from(!disowned);
             if let Err(error) = arena.set_descriptor(*slot, &[0; DESCRIPTOR_BYTES]) {
                 tracing::error!(?slot, %error, "a slot that was just read cannot be voided");
             }

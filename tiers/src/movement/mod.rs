@@ -12,6 +12,8 @@ mod host;
 mod inbox;
 mod node;
 mod pool;
+#[cfg(test)]
+mod tests;
 
 use std::fmt;
 use std::path::PathBuf;

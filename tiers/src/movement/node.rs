@@ -133,7 +133,7 @@ struct NvmeFacts {
     faults: Option<Arc<FaultCounters>>,
 }
 
-struct OpenedNvme {
+pub(super) struct OpenedNvme {
     shape: NvmeShape,
     open: OpenStore,
     status: Arc<RingStatus>,
@@ -256,7 +256,7 @@ impl Node {
     }
 }
 
-fn shared_by_all(arena: &Arc<Arena>, retire: Option<RetireNamespace>) -> Arc<Shared> {
+pub(super) fn shared_by_all(arena: &Arc<Arena>, retire: Option<RetireNamespace>) -> Arc<Shared> {
     Arc::new(Shared {
         arena: Arc::clone(arena),
         salt: arena.salt(),
@@ -324,7 +324,11 @@ fn open_store(
     Ok(OpenedNvme { shape, open, status: RingStatus::new(), started })
 }
 
-fn catalog_config(config: &NodeConfig, bytes: u64, nvme: Option<&OpenedNvme>) -> CatalogConfig {
+pub(super) fn catalog_config(
+    config: &NodeConfig,
+    bytes: u64,
+    nvme: Option<&OpenedNvme>,
+) -> CatalogConfig {
     CatalogConfig {
         host_bytes: bytes,
         slab_bytes: config.host.slab(),

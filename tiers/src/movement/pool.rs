@@ -146,7 +146,7 @@ impl Pool {
 
 /// Where jobs go in.
 #[derive(Clone)]
-pub(super) struct PoolSender(Option<Sender<Job>>);
+pub(super) struct PoolSender(pub(super) Option<Sender<Job>>);
 
 impl PoolSender {
     /// Takes a job, or gives it back when the queue is full or the pool is gone.
@@ -192,7 +192,7 @@ fn run(source: &Receiver<Job>, shared: &Shared, done: &impl Fn(Event)) {
 }
 
 /// `wide` is memory for a block that is narrowed or widened.
-fn work(job: Job, shared: &Shared, wide: &mut Vec<u8>) -> Option<Event> {
+pub(super) fn work(job: Job, shared: &Shared, wide: &mut Vec<u8>) -> Option<Event> {
     Some(match job {
         Job::Gather { op, region, place, slot, narrow, descriptor } => {
             let result = match narrow {
@@ -306,11 +306,12 @@ fn scatter(
     }
 }
 
-/// Whether the slot's descriptor is that of the block that is expected there.
+/// Whether the slot's descriptor is that of the block that is expected there. The block may have
+/// been disowned since the operation was ordered: the slot is kept for it all the same.
 pub(super) fn check_slot(shared: &Shared, slot: SlotId, expect: &Expect) -> Result<(), OpError> {
     let found = shared.arena.descriptor(slot).ok_or(OpError::Checksum)?;
     let here = Place::Host { salt: shared.salt, slot: slot.0 };
-    let descriptor = Descriptor::decode(&found, here).map_err(|_| OpError::Checksum)?;
+    let descriptor = Descriptor::decode_in_use(&found, here).map_err(|_| OpError::Checksum)?;
     let same = descriptor.namespace == expect.namespace
         && descriptor.key == expect.key
         && descriptor.narrow == expect.narrow.map(|shape| shape.form.narrow)

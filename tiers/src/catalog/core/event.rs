@@ -240,9 +240,9 @@ pub enum Action {
         /// Which.
         slot: SlotId,
     },
-    /// Void a slot's host descriptor, so that no next daemon takes the block over: its copy was
-    /// given up while operations still read the slot. It is free ([`Action::ClearSlot`]) when they
-    /// end.
+    /// Mark a slot's host descriptor, so that no next daemon takes the block over: its copy was
+    /// given up while operations still read the slot. For them it stays valid, also for those that
+    /// have not begun to copy. The slot is free ([`Action::ClearSlot`]) when they end.
     DisownSlot {
         /// Which.
         slot: SlotId,

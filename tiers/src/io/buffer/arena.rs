@@ -18,7 +18,7 @@ use std::fmt;
 use std::io;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 use rustix::fs::MemfdFlags;
@@ -26,7 +26,7 @@ use rustix::fs::MemfdFlags;
 use super::kept::{self, ArenaFiles, Head, KeptSlab};
 use super::mapping::Mapping;
 use super::source::{PageKind, Source, memfd};
-use crate::block::{DESCRIPTOR_BYTES, PAGE_BYTES, page_ceil};
+use crate::block::{DESCRIPTOR_BYTES, DISOWN, MAGIC_BYTES, PAGE_BYTES, page_ceil};
 use crate::catalog::SlotId;
 
 /// The largest slab, so that a slab always fits into one registered buffer of the ring.
@@ -325,7 +325,8 @@ impl Arena {
         self.descriptors.copy_out(self.descriptor_offset(slab, index), &mut out).then_some(out)
     }
 
-    /// Sets the descriptor of a slot.
+    /// Sets the descriptor of a slot: its magic last, so that a disowned block stays disowned until
+    /// the descriptor of the next one is whole.
     ///
     /// # Errors
     /// For what is no slot.
@@ -335,7 +336,24 @@ impl Arena {
         descriptor: &[u8; DESCRIPTOR_BYTES],
     ) -> Result<(), SlotError> {
         let (slab, index, _) = self.place(slot)?;
-        self.descriptors.copy_in(self.descriptor_offset(slab, index), descriptor);
+        let at = self.descriptor_offset(slab, index);
+        let (magic, rest) = descriptor.split_at(MAGIC_BYTES);
+        self.descriptors.copy_in(at + MAGIC_BYTES as u64, rest);
+        fence(Ordering::Release);
+        self.descriptors.copy_in(at, magic);
+        Ok(())
+    }
+
+    /// Marks the descriptor of a slot, so that no next daemon takes its block over; operations that
+    /// read the slot go on ([`crate::block::Descriptor::decode_in_use`]). It is one byte: the mark
+    /// is there or is not, whenever the daemon ends. The next descriptor of the slot ends it.
+    ///
+    /// # Errors
+    /// For what is no slot.
+    pub fn disown(&self, slot: SlotId) -> Result<(), SlotError> {
+        let (slab, index, _) = self.place(slot)?;
+        let (offset, byte) = DISOWN;
+        self.descriptors.copy_in(self.descriptor_offset(slab, index) + offset, &[byte]);
         Ok(())
     }
 

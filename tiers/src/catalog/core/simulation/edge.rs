@@ -70,6 +70,21 @@ impl Pending {
     }
 }
 
+impl Job {
+    /// The slot that it copies from, and the checksum that it was told, if any.
+    fn copies_from(&self) -> Option<(SlotPlace, Option<Sum128>)> {
+        match self {
+            Job::Scatter(scatter) => Some((scatter.from, Some(scatter.raw_sum))),
+            Job::Demote { from, descriptor, .. } => Some((*from, Some(descriptor.raw_sum))),
+            Job::Encode { from, .. } => Some((SlotPlace::Host(*from), None)),
+            Job::Write { from: Some(from), descriptor, .. } => {
+                Some((SlotPlace::Host(*from), Some(descriptor.raw_sum)))
+            }
+            _ => None,
+        }
+    }
+}
+
 /// As it lies in a slot: whole, and nowhere else.
 fn in_slot(descriptor: &Descriptor, tag: u64) -> Descriptor {
     Descriptor {
@@ -99,7 +114,10 @@ impl World {
                 let result = self.media.clear(slot);
                 self.expect(result);
             }
-            Action::DisownSlot { slot } => self.media.disown(slot),
+            Action::DisownSlot { slot } => {
+                let result = self.media.disown(slot);
+                self.expect(result);
+            }
             Action::SealSegment { segment } => self.media.seal(segment),
             Action::QuarantineSegment { segment } => {
                 self.quarantined.insert(segment);
@@ -346,12 +364,15 @@ impl World {
         {
             self.clients.excuse(block);
         }
+        if let (Some(block), Some((from, sum))) = (block, job.copies_from()) {
+            let result = self.media.check_slot(from, block, sum);
+            self.expect(result);
+        }
         match job {
             Job::Gather { to, region, place, descriptor } => {
                 let result = self.gather(region, place, fault);
                 let held = result.ok().zip(block).map(|(tag, block)| {
-                    let descriptor = in_slot(&descriptor, tag);
-                    Held { block, tag, descriptor, forgotten, disowned: false }
+                    Held::new(block, tag, in_slot(&descriptor, tag), forgotten)
                 });
                 self.media.end_fill(to, held.clone());
                 if let Some(held) = held.filter(|_| !forgotten) {
@@ -384,10 +405,8 @@ impl World {
                 if let (Err(_), Some(block)) = (result, block) {
                     self.clients.excuse(block);
                 }
-                let held = good.map(|held| Held {
-                    descriptor: in_slot(&descriptor, held.tag),
-                    forgotten,
-                    ..held
+                let held = good.map(|held| {
+                    Held::new(held.block, held.tag, in_slot(&descriptor, held.tag), forgotten)
                 });
                 self.media.end_fill(SlotPlace::Host(to), held);
                 Some(Event::Demoted { op, result })
@@ -461,8 +480,7 @@ impl World {
                     self.clients.excuse(block);
                 }
                 let held = result.ok().zip(block).map(|(tag, block)| {
-                    let descriptor = in_slot(&descriptor, tag);
-                    Held { block, tag, descriptor, forgotten, disowned: false }
+                    Held::new(block, tag, in_slot(&descriptor, tag), forgotten)
                 });
                 self.media.end_fill(SlotPlace::Host(to), held);
                 self.just_read = result.is_ok().then_some(SlotPlace::Host(to));

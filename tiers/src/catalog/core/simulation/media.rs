@@ -6,12 +6,37 @@
 use std::collections::BTreeMap;
 
 use super::scenario::{Id, decoded, sum_of};
-use crate::block::{Codec, Descriptor, NamespaceId, page_ceil};
+use crate::block::{Codec, Descriptor, NamespaceId, Sum128, page_ceil};
 use crate::catalog::{GpuId, SlotId, SlotPlace};
 use crate::segment::StoreGeometry;
 
 /// What is wrong.
 pub(super) type Complaint = String;
+
+/// What a slot of host RAM has in the table that a next daemon reads.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Entry {
+    /// The block's descriptor: a next daemon takes it over.
+    Whole,
+    /// The block's descriptor, for those who read the slot already and for nobody else.
+    Disowned,
+    /// Nothing.
+    Void,
+}
+
+/// How a block is disowned. All but the first are bugs, which tests plant.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(super) enum Disowning {
+    /// By a mark in its descriptor.
+    #[default]
+    Marks,
+    /// Its descriptor goes.
+    #[cfg(test)]
+    Voids,
+    /// Not at all.
+    #[cfg(test)]
+    Skips,
+}
 
 /// A block in a slot.
 #[derive(Clone, Debug)]
@@ -20,10 +45,27 @@ pub(super) struct Held {
     /// What the bytes are now; `descriptor` says what they should be.
     pub(super) tag: u64,
     pub(super) descriptor: Descriptor,
+    pub(super) entry: Entry,
     /// It was forgotten or reported bad while it was here.
     pub(super) forgotten: bool,
-    /// Its descriptor is gone: the slot is only still read.
+    /// The catalog gave it up: the slot is only still read.
     pub(super) disowned: bool,
+}
+
+impl Held {
+    /// A block that was just copied here, and its descriptor.
+    pub(super) fn new(block: Id, tag: u64, descriptor: Descriptor, forgotten: bool) -> Held {
+        Held { block, tag, descriptor, entry: Entry::Whole, forgotten, disowned: false }
+    }
+
+    /// Whether it has the descriptor of this block, as everybody compares it who copies from a
+    /// slot of host RAM.
+    fn is_described_as(&self, block: Id, sum: Option<Sum128>) -> bool {
+        let Descriptor { namespace, key, raw_sum, .. } = &self.descriptor;
+        self.entry != Entry::Void
+            && Id::of(*namespace, key) == Some(block)
+            && sum.is_none_or(|sum| sum == *raw_sum)
+    }
 }
 
 /// A slot of host RAM or of a pool.
@@ -91,6 +133,7 @@ pub(super) struct Media {
     pub(super) segments: BTreeMap<u32, FakeSegment>,
     /// Results of encoding that wait to be written: what the bytes are, by number of the operation.
     pub(super) encoded: BTreeMap<u64, u64>,
+    pub(super) disowning: Disowning,
 }
 
 impl Media {
@@ -180,11 +223,39 @@ impl Media {
         Ok(())
     }
 
-    /// The descriptor of a slot of host RAM goes; its bytes are still read.
-    pub(super) fn disown(&mut self, slot: SlotId) {
-        if let Some(held) = self.host.entry(slot).or_default().held.as_mut() {
-            held.disowned = true;
+    /// The block in a slot of host RAM is given up, and its bytes are still read.
+    pub(super) fn disown(&mut self, slot: SlotId) -> Result<(), Complaint> {
+        let disowning = self.disowning;
+        let state = self.host.entry(slot).or_default();
+        let Some(held) = state.held.as_mut().filter(|held| !held.disowned) else {
+            return Err(format!("{slot:?} is disowned and has no block that is owned: {state:?}"));
+        };
+        held.disowned = true;
+        match disowning {
+            Disowning::Marks => held.entry = Entry::Disowned,
+            #[cfg(test)]
+            Disowning::Voids => held.entry = Entry::Void,
+            #[cfg(test)]
+            Disowning::Skips => {}
         }
+        Ok(())
+    }
+
+    /// An operation copies from a slot, which must have the descriptor of the block that the
+    /// operation was begun for. Pools of GPUs have none.
+    pub(super) fn check_slot(
+        &self,
+        place: SlotPlace,
+        block: Id,
+        sum: Option<Sum128>,
+    ) -> Result<(), Complaint> {
+        let SlotPlace::Host(slot) = place else { return Ok(()) };
+        let state = self.host.get(&slot);
+        let held = state.and_then(|state| state.held.as_ref());
+        if held.is_some_and(|held| held.is_described_as(block, sum)) {
+            return Ok(());
+        }
+        Err(format!("{slot:?} is read for {block:?}, and lacks its descriptor: {state:?}"))
     }
 
     pub(super) fn segment(&mut self, segment: u32) -> &mut FakeSegment {

@@ -9,7 +9,9 @@
 //! - a slot, a place on nvme and a segment are used by one operation or block at a time, and are
 //!   free only when nobody uses them;
 //! - what is read from a place is the block that was written there, and what is loaded is what was
-//!   stored under its key;
+//!   stored under its key; a slot of host RAM has the descriptor of its block until all that was
+//!   begun for that block has ended, and no slot whose block was given up is taken over by the next
+//!   daemon;
 //! - a leased or pinned block keeps a copy, unless something went wrong with its last one;
 //! - what leases and pins hold stays within the limit;
 //! - every ask is answered once, every ticket ends once, with an outcome that can be true;

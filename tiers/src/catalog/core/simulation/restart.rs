@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use super::clients::Clients;
 use super::edge::Job;
-use super::media::{Media, Payload, Slot};
+use super::media::{Entry, Media, Payload, Slot};
 use super::scenario::Id;
 use super::world::World;
 use crate::block::{BlockKey, Descriptor, NamespaceId};
@@ -85,7 +85,7 @@ impl World {
         excused.into_iter().for_each(|namespace| self.media.excuse(namespace));
         self.media.encoded.clear();
         for slot in self.media.host.values_mut() {
-            let held = slot.held.take().filter(|held| !held.disowned);
+            let held = slot.held.take();
             *slot = Slot { held, ..Slot::default() };
         }
         let dice = &mut self.dice;
@@ -150,8 +150,8 @@ impl World {
     fn adopt(&mut self) {
         let mut slabs: BTreeMap<u32, AdoptedSlab> = BTreeMap::new();
         for (slot, state) in &self.media.host {
-            let Some(held) = state.held.as_ref().filter(|held| self.is_alive(&held.descriptor))
-            else {
+            let whole = state.held.as_ref().filter(|held| held.entry == Entry::Whole);
+            let Some(held) = whole.filter(|held| self.is_alive(&held.descriptor)) else {
                 continue;
             };
             if self.dice.percent(3) {
@@ -170,8 +170,11 @@ impl World {
         let (kept, left): (BTreeMap<_, _>, BTreeMap<_, _>) =
             media.into_iter().partition(|(slot, _)| taken.contains(slot));
         drop(left);
-        for state in kept.values() {
+        for (slot, state) in &kept {
             if let Some(held) = &state.held {
+                if held.disowned {
+                    self.complain(format!("{slot:?} was disowned, and is taken over: {held:?}"));
+                }
                 let (block, forgotten) = (held.block, held.forgotten);
                 let descriptor = held.descriptor.clone();
                 self.came_back(block, forgotten, &descriptor);

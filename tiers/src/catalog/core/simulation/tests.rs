@@ -1,6 +1,7 @@
 //! A fixed number of seeds, and bugs planted to be found.
 
 use super::super::Planted;
+use super::media::Disowning;
 use super::*;
 
 /// Seeds of an ordinary test run.
@@ -44,12 +45,21 @@ fn the_same_seed_does_the_same() {
 
 /// The first complaint about a catalog with this bug.
 fn found(planted: Planted) -> String {
-    let spoil = |world: &mut World| world.catalog.plant(planted);
+    complaint_of(planted, |world| world.catalog.plant(planted))
+}
+
+/// The first complaint about an edge that disowns blocks like this.
+fn found_in_edge(disowning: Disowning) -> String {
+    complaint_of(disowning, |world| world.media.disowning = disowning)
+}
+
+fn complaint_of(bug: impl fmt::Debug, spoil: impl Fn(&mut World)) -> String {
     let mut seeds = 0..SEEDS_FOR_BUGS;
-    let failure = seeds.find_map(|seed| run(seed, 0, spoil).0.err());
-    failure
-        .unwrap_or_else(|| panic!("{planted:?} is not found in {SEEDS_FOR_BUGS} seeds"))
-        .complaint
+    let failure = seeds.find_map(|seed| run(seed, 0, &spoil).0.err());
+    let failure =
+        failure.unwrap_or_else(|| panic!("{bug:?} is not found in {SEEDS_FOR_BUGS} seeds"));
+    println!("{bug:?}: seed {}, step {}: {}", failure.seed, failure.step, failure.complaint);
+    failure.complaint
 }
 
 #[test]
@@ -68,4 +78,27 @@ fn a_slot_that_is_used_twice_is_found() {
 fn a_limit_that_is_off_by_one_is_found() {
     let complaint = found(Planted::LimitOffByOne);
     assert!(complaint.contains("are allowed"), "{complaint}");
+}
+
+/// Once the descriptor of a block that was forgotten went at once, and those whose turn to copy it
+/// came later took it for damaged.
+#[test]
+fn a_descriptor_that_goes_before_its_readers_is_found() {
+    let complaint = found_in_edge(Disowning::Voids);
+    assert!(complaint.contains("lacks its descriptor"), "{complaint}");
+}
+
+#[test]
+fn a_block_that_was_given_up_and_is_taken_over_is_found() {
+    let complaint = found_in_edge(Disowning::Skips);
+    assert!(complaint.contains("was disowned, and is taken over"), "{complaint}");
+}
+
+/// Takes a minute; `bench/src/simulate.rs` is for more.
+#[test]
+#[ignore = "takes a minute"]
+fn many_seeds_are_clean() {
+    for seed in SEEDS..2_000 {
+        simulate(seed).unwrap_or_else(|failure| panic!("{failure}"));
+    }
 }
