@@ -38,6 +38,7 @@ fn args(trace: PathBuf, policy: &str, capacity_blocks: Option<u64>) -> sim::SimA
         compare: false,
         block_tokens: None,
         requests: None,
+        flood: sim::FloodArgs::default(),
         json: false,
     }
 }

@@ -4,7 +4,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use clap::Args;
-use kvtide_tiers::block::{BlockKey, PAGE_BYTES};
+use kvtide_tiers::{
+    block::{BlockKey, PAGE_BYTES},
+    catalog::OwnerQuotas,
+};
 use serde_json::{Value, json};
 
 use super::percentile;
@@ -189,6 +192,7 @@ pub(super) fn measure(args: &CatalogArgs) -> anyhow::Result<Value> {
         nvme: Some(nvme / PAGE_BYTES * PAGE_BYTES),
         block: BLOCK_BYTES,
         write_bytes_per_day: None,
+        second: OwnerQuotas::default(),
     };
     let resident = || memory(std::process::id()).context("no /proc to read memory from");
     let before = resident()?.rss_bytes;

@@ -12,17 +12,39 @@ use kvtide_tiers::{
     catalog::{
         Action, ArbiterConfig, AskId, Catalog, CatalogConfig, CatalogStats, CodecChoice,
         DeviceShape, Event, GpuId, Hints, LeaseId, Limit, Limits, LoadBlock, LookupReply,
-        NamespaceInfo, NvmeShape, Outcome, PolicyChoice, PrefillConfig, PrefixQuery, RegionId,
-        Reply, Request, SessionId, StoreBlock, TenantId, Tier, Timestamp, WRITE_BYTES_IN_FLIGHT,
+        NamespaceInfo, NvmeShape, Outcome, OwnerQuotas, PolicyChoice, PrefillConfig, PrefixQuery,
+        RegionId, RejectReason, Reply, Request, SessionId, StoreBlock, TenantId, Tier, Timestamp,
+        WRITE_BYTES_IN_FLIGHT,
     },
     movement::{NodeConfig, NvmeConfig},
     segment::{OpenStore, StoreGeometry},
 };
 
-const NAMESPACE: NamespaceId = NamespaceId(1);
-const SESSION: SessionId = SessionId(1);
-const TENANT: TenantId = TenantId(0);
-const REGION: RegionId = RegionId(1);
+/// A connected client. Each has a namespace of its own.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Client {
+    pub(crate) tenant: TenantId,
+    namespace: NamespaceId,
+    session: SessionId,
+    region: RegionId,
+}
+
+impl Client {
+    /// The one who replays.
+    pub(crate) const FIRST: Client = Client::new(0);
+
+    /// One beside it.
+    pub(crate) const SECOND: Client = Client::new(1);
+
+    const fn new(tenant: u32) -> Client {
+        Client {
+            tenant: TenantId(tenant),
+            namespace: NamespaceId(tenant + 1),
+            session: SessionId(tenant as u64 + 1),
+            region: RegionId(tenant as u64 + 1),
+        }
+    }
+}
 
 /// Bytes of a block where only their number counts.
 const SMALL_BLOCK: u32 = 4096;
@@ -57,11 +79,18 @@ pub(crate) struct TierBytes {
     pub(crate) write_bytes_per_day: Option<u64>,
     /// Of a block.
     pub(crate) block: u64,
+    /// What the second client's tenant may hold.
+    pub(crate) second: OwnerQuotas,
 }
 
 /// A catalog and its made-up surroundings.
 pub(crate) struct Core {
     catalog: Catalog,
+    /// Who asks.
+    client: Client,
+    /// Of the clients' blocks, and where their memory is.
+    block_bytes: u32,
+    gpu: Option<GpuId>,
     now: Timestamp,
     ticked: Timestamp,
     next_ask: u64,
@@ -99,6 +128,9 @@ impl Core {
         );
         let mut config = config(policy, host_bytes, slab_bytes)?;
         (config.clean_percent, config.idle_ms) = (node.clean_percent, node.idle_ms);
+        if sizes.second.all.is_limited() {
+            config.quotas.push((Client::SECOND.tenant, sizes.second));
+        }
         config.devices.extend(device.map(|bytes| DeviceShape::of(bytes, slab_bytes)));
         if let Some(bytes) = nvme_bytes {
             let mut nvme = NvmeConfig::new(PathBuf::new(), bytes);
@@ -123,7 +155,7 @@ impl Core {
     /// Blocks that a core knows.
     pub(crate) fn blocks_of(catalog: &mut Catalog) -> anyhow::Result<u64> {
         let request = Request::Stats;
-        let event = Event::Asked { ask: AskId(1), session: SESSION, request };
+        let event = Event::Asked { ask: AskId(1), session: Client::FIRST.session, request };
         match catalog.apply(Timestamp(1), event).pop() {
             Some(Action::Answer { reply: Reply::Stats(stats), .. }) => Ok(stats.nvme.blocks),
             other => bail!("stats were answered with {other:?}"),
@@ -131,10 +163,13 @@ impl Core {
     }
 
     fn start(config: CatalogConfig, block_bytes: u32) -> Core {
-        // With a GPU, the client's region is on it.
+        // With a GPU, the clients' regions are on it.
         let gpu = (!config.devices.is_empty()).then_some(GpuId(0));
         let mut core = Core {
             catalog: Catalog::new(config),
+            client: Client::FIRST,
+            block_bytes,
+            gpu,
             now: Timestamp(1),
             ticked: Timestamp(1),
             next_ask: 0,
@@ -146,24 +181,36 @@ impl Core {
             block_tokens: 1,
             path_tokens: u64::MAX,
         };
-        core.events.push_back(Event::Namespace(NamespaceInfo {
-            id: NAMESPACE,
+        core.connect(Client::FIRST);
+        core
+    }
+
+    /// A client comes.
+    pub(crate) fn connect(&mut self, client: Client) {
+        let Client { tenant, namespace, session, region } = client;
+        let (block_bytes, gpu) = (self.block_bytes, self.gpu);
+        self.events.push_back(Event::Namespace(NamespaceInfo {
+            id: namespace,
             generation: 1,
-            tenant: TENANT,
+            tenant,
             codec: CodecChoice::Raw,
             element: ElementType::Bf16,
             narrow: None,
         }));
-        core.events.push_back(Event::SessionOpened { session: SESSION, tenant: TENANT });
-        core.events.push_back(Event::RegionOpened {
-            session: SESSION,
-            region: REGION,
+        self.events.push_back(Event::SessionOpened { session, tenant });
+        self.events.push_back(Event::RegionOpened {
+            session,
+            region,
             places: PLACES,
             block_bytes,
             gpu,
         });
-        core.run();
-        core
+        self.run();
+    }
+
+    /// What follows is asked by this client.
+    pub(crate) fn be(&mut self, client: Client) {
+        self.client = client;
     }
 
     /// Lets time pass, with the ticks that the daemon would send.
@@ -183,7 +230,7 @@ impl Core {
 
     /// Begins a request in the order of a trace: blocks of the resident prefix.
     pub(crate) fn begin(&mut self, keys: &[BlockKey], hints: Hints) -> anyhow::Result<usize> {
-        let prefixes = vec![PrefixQuery { namespace: NAMESPACE, keys: keys.to_vec() }];
+        let prefixes = vec![PrefixQuery { namespace: self.client.namespace, keys: keys.to_vec() }];
         match self.ask(Request::Lookup { prefixes, lease_ms: 1, hints })? {
             Reply::Lookup(found) => Ok(found.blocks as usize),
             other => bail!("a lookup was answered with {other:?}"),
@@ -192,7 +239,7 @@ impl Core {
 
     /// Blocks of the resident prefix; changes nothing.
     pub(crate) fn peek(&mut self, keys: &[BlockKey]) -> anyhow::Result<usize> {
-        let prefixes = vec![PrefixQuery { namespace: NAMESPACE, keys: keys.to_vec() }];
+        let prefixes = vec![PrefixQuery { namespace: self.client.namespace, keys: keys.to_vec() }];
         match self.ask(Request::Lookup { prefixes, lease_ms: 0, hints: Hints::default() })? {
             Reply::Lookup(found) => Ok(found.blocks as usize),
             other => bail!("a lookup was answered with {other:?}"),
@@ -205,7 +252,7 @@ impl Core {
         keys: Vec<BlockKey>,
         lease_ms: u32,
     ) -> anyhow::Result<(LookupReply, Duration)> {
-        let prefixes = vec![PrefixQuery { namespace: NAMESPACE, keys }];
+        let prefixes = vec![PrefixQuery { namespace: self.client.namespace, keys }];
         match self.timed(Request::Lookup { prefixes, lease_ms, hints: Hints::default() })? {
             (Reply::Lookup(found), took) => Ok((found, took)),
             (other, _) => bail!("a lookup was answered with {other:?}"),
@@ -223,7 +270,8 @@ impl Core {
     fn timed(&mut self, request: Request) -> anyhow::Result<(Reply, Duration)> {
         self.next_ask += 1;
         self.reply = None;
-        let event = Event::Asked { ask: AskId(self.next_ask), session: SESSION, request };
+        let event =
+            Event::Asked { ask: AskId(self.next_ask), session: self.client.session, request };
         let started = Instant::now();
         let actions = self.catalog.apply(self.now, event);
         let took = started.elapsed();
@@ -242,7 +290,7 @@ impl Core {
         if keys.is_empty() {
             return Ok(());
         }
-        let prefix = PrefixQuery { namespace: NAMESPACE, keys: keys.to_vec() };
+        let prefix = PrefixQuery { namespace: self.client.namespace, keys: keys.to_vec() };
         match self.ask(Request::Touch { prefix, hints: Hints::default() })? {
             Reply::Count(blocks) if blocks == keys.len() as u64 => Ok(()),
             other => bail!("a touch of {} blocks was answered with {other:?}", keys.len()),
@@ -264,7 +312,8 @@ impl Core {
         // As in `replay`: a path that is too long for one lease is looked up in part.
         let mut asked = keys;
         let found = loop {
-            let prefixes = vec![PrefixQuery { namespace: NAMESPACE, keys: asked.to_vec() }];
+            let prefixes =
+                vec![PrefixQuery { namespace: self.client.namespace, keys: asked.to_vec() }];
             match self.answer(Request::Lookup { prefixes, lease_ms: 60_000, hints })? {
                 Reply::Lookup(found) => break found,
                 Reply::Busy(Limit::Pins) if asked.len() > 1 => {
@@ -293,8 +342,8 @@ impl Core {
         let blocks = keys.iter().zip(0..).map(place).collect();
         self.ask(Request::Load {
             lease,
-            namespace: NAMESPACE,
-            region: REGION,
+            namespace: self.client.namespace,
+            region: self.client.region,
             after_event: None,
             blocks,
             hints: Hints::default(),
@@ -348,9 +397,9 @@ impl Core {
         };
         let blocks = blocks.iter().zip(0..).map(block).collect();
         let request = Request::Store {
-            namespace: NAMESPACE,
+            namespace: self.client.namespace,
             conversation: 1,
-            region: REGION,
+            region: self.client.region,
             after_event: None,
             blocks,
             hints: Hints::default(),
@@ -360,7 +409,7 @@ impl Core {
         for outcome in self.ended.take().context("a store did not end")? {
             match outcome {
                 Outcome::Stored | Outcome::Present => {}
-                Outcome::Busy => no_room += 1,
+                Outcome::Busy | Outcome::Rejected(RejectReason::TenantQuota) => no_room += 1,
                 other => bail!("a store ended as {other:?}"),
             }
         }
@@ -387,7 +436,7 @@ impl Core {
         self.next_ask += 1;
         self.reply = None;
         let ask = AskId(self.next_ask);
-        self.events.push_back(Event::Asked { ask, session: SESSION, request });
+        self.events.push_back(Event::Asked { ask, session: self.client.session, request });
         self.run();
         self.reply.take().context("a request was not answered")
     }

@@ -6,6 +6,7 @@
 //! the tiers of a real daemon, in the order of calls that `replay` makes.
 
 pub(crate) mod core;
+mod flood;
 mod future;
 mod optimum;
 
@@ -24,6 +25,8 @@ use kvtide_tiers::{
 use serde_json::json;
 
 use self::core::{Core, Loaded as LoadedBlocks, TierBytes};
+use self::flood::Flooding;
+pub use self::flood::{Flood, FloodArgs};
 use self::future::Future;
 pub use self::future::SimHints;
 use self::optimum::Paths;
@@ -89,6 +92,9 @@ pub struct SimArgs {
     /// End after so many requests.
     #[arg(long)]
     pub requests: Option<u64>,
+    /// A second tenant.
+    #[command(flatten)]
+    pub flood: FloodArgs,
     /// Print one JSON object instead of a table.
     #[arg(long)]
     pub json: bool,
@@ -103,6 +109,8 @@ pub struct SimResult {
     pub not_stored: u64,
     /// What was saved of the time to first tokens, by the tiers mode.
     pub prefill: Prefill,
+    /// What the second tenant did, if there is one.
+    pub flood: Option<Flood>,
     /// The core's own counters at the end.
     pub stats: CatalogStats,
 }
@@ -192,6 +200,7 @@ pub fn simulate(args: &SimArgs) -> anyhow::Result<SimResult> {
                 nvme: args.nvme_bytes,
                 block: args.block_bytes,
                 write_bytes_per_day: args.nvme_write_bytes_per_day,
+                second: args.flood.quotas(),
             };
             Core::tiers(&args.policy, &sizes)?
         }
@@ -203,6 +212,7 @@ pub fn simulate(args: &SimArgs) -> anyhow::Result<SimResult> {
     let mut shown = started;
     let mut result = SimResult::default();
     let mut under_way = VecDeque::new();
+    let mut flooding = Flooding::start(&args.flood, &mut core);
     while result.summary.requests < total {
         let Some(request) = reader.next_request()? else { break };
         let hints = future.hints(request.index);
@@ -219,6 +229,9 @@ pub fn simulate(args: &SimArgs) -> anyhow::Result<SimResult> {
                 store(&mut core, under_way.pop_front(), &mut result)?;
             }
         }
+        if let Some(flooding) = &mut flooding {
+            flooding.store(&mut core)?;
+        }
         result.summary.requests += 1;
         if shown.elapsed() > Duration::from_millis(200) {
             shown = Instant::now();
@@ -231,6 +244,7 @@ pub fn simulate(args: &SimArgs) -> anyhow::Result<SimResult> {
     progress.end();
     result.summary.seconds = started.elapsed().as_secs_f64();
     result.stats = core.stats()?;
+    result.flood = flooding.map(|flooding| flooding.flood);
     Ok(result)
 }
 
@@ -372,6 +386,9 @@ fn table(result: &SimResult) -> Table {
     for (name, count, note) in rows {
         table.row([name.to_owned(), show_count(count), note]);
     }
+    if let Some(flood) = &result.flood {
+        flood::rows(flood, &mut table);
+    }
     table
 }
 
@@ -393,6 +410,7 @@ fn json(args: &SimArgs, result: &SimResult) -> serde_json::Value {
         "write_refused": result.stats.write_refused,
         "segments_reclaimed": result.stats.segments_reclaimed,
         "reinserted": result.stats.reinserted,
+        "flood": result.flood.as_ref().map(flood::json),
     });
     if let (Some(object), serde_json::Value::Object(more)) = (object.as_object_mut(), more) {
         object.extend(more);

@@ -14,6 +14,7 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use self::chains::{Chain, Links};
 use super::CatalogConfig;
 use super::request::{RejectReason, SessionId, TenantId, Tier};
+use super::segments::own_logs;
 use crate::block::NamespaceId;
 use crate::catalog::quota::{
     ConversationUse, Dropped, KeepRule, OwnerQuotas, OwnerUse, Quota, QuotaUse, TierQuotas,
@@ -98,6 +99,8 @@ struct Account {
     refused: u64,
     /// Conversations that hold blocks.
     talks: u64,
+    /// Its blocks go to a log of segments of their own.
+    own_log: bool,
 }
 
 /// One conversation.
@@ -139,6 +142,9 @@ pub(crate) struct Quotas {
     holes: HashMap<u64, u32>,
     over_soft: PerTier<BTreeSet<Owner>>,
     over_hard: PerTier<BTreeSet<Owner>>,
+    /// For each log of segments beside the first one: the hard quotas of the tenants who write there,
+    /// bytes. Empty where nobody has a limit.
+    logs: Vec<u64>,
     /// Owners that soon need room in host RAM: their blocks must be on nvme to leave.
     tight: BTreeSet<Owner>,
     /// Why the last slot that was asked for was refused, if that was for a quota.
@@ -153,9 +159,11 @@ impl Quotas {
             config.quotas.iter().any(|(_, quotas)| of(quotas).is_limited())
         };
         let talks_limited = limited(|quotas| &quotas.conversation);
+        let limited = talks_limited || limited(|quotas| &quotas.all);
+        let logs = config.nvme.as_ref().map_or(0, |nvme| own_logs(nvme.geometry.segments));
         Quotas {
             config: config.quotas.iter().copied().collect(),
-            limited: talks_limited || limited(|quotas| &quotas.all),
+            limited,
             talks_limited,
             accounts: Vec::new(),
             by_tenant: HashMap::new(),
@@ -170,6 +178,7 @@ impl Quotas {
             holes: HashMap::new(),
             over_soft: PerTier::default(),
             over_hard: PerTier::default(),
+            logs: if limited { vec![0; logs as usize] } else { Vec::new() },
             tight: BTreeSet::new(),
             refusal: None,
             storing_since: None,

@@ -1,7 +1,13 @@
 //! The segments of the nvme tier: which is open, what is live in each, which to reclaim.
 //!
+//! Segments are written in logs. Most blocks go to the first one. A tenant that replaces its own
+//! blocks, because it is at its hard quota, leaves dead bytes behind with every write: in a common
+//! log they would drive out what others wrote, so it gets a log of its own, which is never longer
+//! than the quota and is the first to be reclaimed when it is.
+//!
 //! Invariants: a segment is written only while open, from its start to its end; `live_bytes` is the
-//! sum over the blocks listed; a segment becomes clean only when no block, read or write names it.
+//! sum over the blocks listed; a segment becomes clean only when no block, read or write names it;
+//! a log has one open segment at most.
 
 use std::collections::VecDeque;
 
@@ -25,6 +31,8 @@ pub(crate) enum SegmentState {
 pub(crate) struct Segment {
     pub(crate) state: SegmentState,
     pub(crate) sequence: u64,
+    /// The log that it is part of, unless it is clean.
+    log: usize,
     /// The block of each descriptor, or `NIL`.
     pub(crate) blocks: Vec<u32>,
     /// Where the next payload goes.
@@ -59,12 +67,34 @@ pub(crate) struct Rolled {
     pub(crate) opened: Option<(u32, u64)>,
 }
 
+/// A log.
+#[derive(Clone, Copy)]
+struct Log {
+    open: Option<u32>,
+    /// Segments in it.
+    segments: u32,
+    /// Above this its own segments are reclaimed first.
+    segments_max: u32,
+}
+
+/// Logs beside the first one, in a store of so many segments. Each of them may keep a segment open
+/// that is nearly empty, so they are few; tenants share them where there are more.
+pub(crate) fn own_logs(segments: u32) -> u32 {
+    (segments / OWN_LOG_SEGMENTS).min(OWN_LOGS_MAX)
+}
+
+/// Segments of a store for each log of its own.
+const OWN_LOG_SEGMENTS: u32 = 8;
+
+/// Most logs beside the first one.
+const OWN_LOGS_MAX: u32 = 16;
+
 /// All segments.
 pub(crate) struct Segments {
     geometry: StoreGeometry,
     segments: Vec<Segment>,
     clean: VecDeque<u32>,
-    open: Option<u32>,
+    logs: Vec<Log>,
     next_sequence: u64,
     clean_target: usize,
     /// Space was asked for in this run.
@@ -77,6 +107,7 @@ impl Segments {
         let empty = Segment {
             state: SegmentState::Clean,
             sequence: 0,
+            log: 0,
             blocks: Vec::new(),
             fill: shape.geometry.payload_start(),
             live_bytes: 0,
@@ -90,12 +121,13 @@ impl Segments {
             write_failed: false,
         };
         let count = shape.geometry.segments;
+        let log = Log { open: None, segments: 0, segments_max: u32::MAX };
         let target = shape.clean_segments.min(count / 8).max(1);
         let mut segments = Segments {
             geometry: shape.geometry,
             segments: vec![empty; count as usize],
             clean: VecDeque::new(),
-            open: None,
+            logs: vec![log; 1 + own_logs(count) as usize],
             next_sequence: (u64::from(shape.epoch) << 32) | 1,
             clean_target: target as usize,
             written: false,
@@ -140,6 +172,7 @@ impl Segments {
     /// Takes over a segment found at recovery, with so many places for descriptors in use.
     pub(crate) fn recover(&mut self, segment: u32, sequence: u64, places: u32) {
         if self.get(segment).state == SegmentState::Clean {
+            self.join(segment, 0);
             let found = self.get_mut(segment);
             found.state = SegmentState::Sealed;
             found.sequence = sequence;
@@ -170,17 +203,52 @@ impl Segments {
         segment.live_bytes -= page_ceil(u64::from(stored_bytes));
     }
 
-    /// Space for a payload, in the open segment or in a new one. `None`: no segment is clean.
-    pub(crate) fn allocate(&mut self, stored_bytes: u32) -> (Option<Space>, Rolled) {
+    /// The segment is part of this log from now on.
+    fn join(&mut self, segment: u32, log: usize) {
+        self.get_mut(segment).log = log;
+        if let Some(log) = self.logs.get_mut(log) {
+            log.segments += 1;
+        }
+    }
+
+    /// The segment is part of no log any more.
+    fn leave(&mut self, segment: u32) {
+        let log = self.get(segment).log;
+        if let Some(log) = self.logs.get_mut(log) {
+            log.segments -= 1;
+        }
+    }
+
+    fn open(&self, log: usize) -> Option<u32> {
+        self.logs.get(log).and_then(|log| log.open)
+    }
+
+    fn set_open(&mut self, log: usize, segment: Option<u32>) {
+        if let Some(log) = self.logs.get_mut(log) {
+            log.open = segment;
+        }
+    }
+
+    /// How long a log may get before its own segments are the first to be reclaimed: as many
+    /// segments as hold so many bytes, the open one among them; two at least.
+    pub(crate) fn limit_log(&mut self, log: usize, bytes: u64) {
+        let segments = bytes.div_ceil(u64::from(self.geometry.payload_bytes()).max(1));
+        if let Some(log) = self.logs.get_mut(log) {
+            log.segments_max = u32::try_from(segments).unwrap_or(u32::MAX).max(2);
+        }
+    }
+
+    /// Space for a payload, in the log's open segment or in a new one. `None`: no segment is clean.
+    pub(crate) fn allocate(&mut self, log: usize, stored_bytes: u32) -> (Option<Space>, Rolled) {
         let bytes = page_ceil(u64::from(stored_bytes)) as u32;
         let mut rolled = Rolled::default();
         self.written = true;
-        if let Some(open) = self.open
+        if let Some(open) = self.open(log)
             && !self.fits(open, bytes)
         {
             rolled.sealed = self.seal(open);
         }
-        if self.open.is_none() {
+        if self.open(log).is_none() {
             let Some(next) = self.clean.pop_front() else {
                 return (None, rolled);
             };
@@ -197,10 +265,11 @@ impl Segments {
                 read_failures: 0,
                 ..segment.clone()
             };
-            self.open = Some(next);
+            self.join(next, log);
+            self.set_open(log, Some(next));
             rolled.opened = Some((next, sequence));
         }
-        let Some(open) = self.open.filter(|open| self.fits(*open, bytes)) else {
+        let Some(open) = self.open(log).filter(|open| self.fits(*open, bytes)) else {
             return (None, rolled);
         };
         let segment = self.get_mut(open);
@@ -213,9 +282,9 @@ impl Segments {
     }
 
     /// Whether [`Segments::allocate`] would find space now.
-    pub(crate) fn has_space(&self, stored_bytes: u32) -> bool {
+    pub(crate) fn has_space(&self, log: usize, stored_bytes: u32) -> bool {
         let bytes = page_ceil(u64::from(stored_bytes)) as u32;
-        !self.clean.is_empty() || self.open.is_some_and(|open| self.fits(open, bytes))
+        !self.clean.is_empty() || self.open(log).is_some_and(|open| self.fits(open, bytes))
     }
 
     fn fits(&self, segment: u32, bytes: u32) -> bool {
@@ -231,10 +300,11 @@ impl Segments {
 
     /// Nothing more goes into the segment.
     pub(crate) fn seal(&mut self, segment: u32) -> Option<u32> {
-        if self.open != Some(segment) {
+        let log = self.get(segment).log;
+        if self.open(log) != Some(segment) {
             return None;
         }
-        self.open = None;
+        self.set_open(log, None);
         let sealed = self.get_mut(segment);
         sealed.state = SegmentState::Sealed;
         sealed.blocks.shrink_to_fit();
@@ -243,8 +313,12 @@ impl Segments {
 
     /// Takes the segment out of use for good.
     pub(crate) fn quarantine(&mut self, segment: u32) {
-        if self.open == Some(segment) {
-            self.open = None;
+        let log = self.get(segment).log;
+        if self.open(log) == Some(segment) {
+            self.set_open(log, None);
+        }
+        if !matches!(self.get(segment).state, SegmentState::Clean | SegmentState::Quarantined) {
+            self.leave(segment);
         }
         self.clean.retain(|clean| *clean != segment);
         self.reclaiming.retain(|other| *other != segment);
@@ -268,6 +342,8 @@ impl Segments {
     /// Also whether it is out of turn, because an older one stays. What can be reached in it is
     /// then worth more than what is in that one, and has to be written again: where there is no
     /// `room` for that, only a segment in which nothing can be reached is taken out of turn.
+    ///
+    /// A log that is too long goes first, as long as that gains anything.
     pub(crate) fn victim(&self, room: bool) -> Option<(u32, bool)> {
         let usable =
             |segment: &Segment| segment.state == SegmentState::Sealed && segment.writers == 0;
@@ -279,9 +355,35 @@ impl Segments {
             (segment.pinned > 0, !dead, rank, segment.sequence)
         };
         let sealed = || (0u32..).zip(&self.segments).filter(|(_, segment)| usable(segment));
-        let (victim, taken) = sealed().min_by_key(order)?;
+        let too_long = |segment: &Segment| {
+            self.logs.get(segment.log).is_some_and(|log| log.segments > log.segments_max)
+        };
+        let first = sealed()
+            .filter(|(_, segment)| segment.pinned == 0 && too_long(segment) && self.gains(segment))
+            .min_by_key(order);
+        let (victim, taken) = first.or_else(|| sealed().min_by_key(order))?;
         let early = sealed().any(|(_, segment)| segment.sequence < taken.sequence);
         Some((victim, early && live(taken) <= few))
+    }
+
+    /// Whether less than half of the segment would be written again because it is in host RAM too.
+    pub(crate) fn gains(&self, segment: &Segment) -> bool {
+        u64::from(segment.in_host) * 2 <= u64::from(self.geometry.descriptors_per_segment())
+            && segment.in_host_bytes * 2 <= u64::from(self.geometry.payload_bytes())
+    }
+
+    /// Each log has as many segments as it counts, and its open one is among them.
+    #[cfg(test)]
+    pub(crate) fn check_logs(&self) {
+        for (at, log) in self.logs.iter().enumerate() {
+            let used = |found: &&Segment| {
+                !matches!(found.state, SegmentState::Clean | SegmentState::Quarantined)
+            };
+            let own = self.segments.iter().filter(used).filter(|found| found.log == at);
+            let open = own.clone().filter(|found| found.state == SegmentState::Open).count();
+            assert_eq!(own.count(), log.segments as usize, "segments of log {at}");
+            assert_eq!(open, usize::from(log.open.is_some()), "open segments of log {at}");
+        }
     }
 
     /// Starts to empty the segment.
@@ -300,6 +402,7 @@ impl Segments {
         if done {
             found.state = SegmentState::Clean;
             found.blocks = Vec::new();
+            self.leave(segment);
             self.reclaiming.retain(|other| *other != segment);
             self.clean.push_back(segment);
         }

@@ -138,7 +138,8 @@ impl Catalog {
         let element = self.element_of(namespace);
         let (codec, trial) = self.codec_for(namespace);
         if codec != Codec::Raw {
-            if !self.nvme.as_ref().is_some_and(|nvme| nvme.segments.has_space(raw_bytes)) {
+            let log = self.log_of(index);
+            if !self.nvme.as_ref().is_some_and(|nvme| nvme.segments.has_space(log, raw_bytes)) {
                 return false;
             }
             self.begin_writing(index, bytes);
@@ -146,7 +147,7 @@ impl Catalog {
             self.actions.push(Action::Encode { op, slot, raw_bytes, codec, element, trial });
             return true;
         }
-        let Some(space) = self.take_space(raw_bytes) else {
+        let Some(space) = self.take_space(index, raw_bytes) else {
             return false;
         };
         self.begin_writing(index, bytes);
@@ -164,8 +165,9 @@ impl Catalog {
         self.flow.write_bytes += bytes;
     }
 
-    fn take_space(&mut self, stored_bytes: u32) -> Option<Space> {
-        let (space, rolled) = self.nvme.as_mut()?.segments.allocate(stored_bytes);
+    fn take_space(&mut self, index: u32, stored_bytes: u32) -> Option<Space> {
+        let log = self.log_of(index);
+        let (space, rolled) = self.nvme.as_mut()?.segments.allocate(log, stored_bytes);
         if let Some(segment) = rolled.sealed {
             self.actions.push(Action::SealSegment { segment });
         }
@@ -227,8 +229,8 @@ impl Catalog {
         let wanted = block.nvme == NvmeCopy::Writing { doomed: false } && self.nvme_usable();
         let space = match result {
             _ if !wanted => None,
-            Some((stored_bytes, _)) => self.take_space(stored_bytes),
-            None => self.take_space(raw_bytes),
+            Some((stored_bytes, _)) => self.take_space(index, stored_bytes),
+            None => self.take_space(index, raw_bytes),
         };
         match (space, result) {
             (Some(space), Some((stored_bytes, stored_sum))) => {
@@ -403,12 +405,7 @@ impl Catalog {
         let Some(nvme) = &self.nvme else {
             return false;
         };
-        let segment = nvme.segments.get(victim);
-        let geometry = nvme.shape.geometry;
-        let little = u64::from(segment.in_host) * 2
-            <= u64::from(geometry.descriptors_per_segment())
-            && segment.in_host_bytes * 2 <= u64::from(geometry.payload_bytes());
-        self.host.starved || little
+        self.host.starved || nvme.segments.gains(nvme.segments.get(victim))
     }
 
     /// Empties a segment. What is in host RAM too becomes dirty there; what was hit since it was

@@ -338,6 +338,7 @@ impl Catalog {
         assert_eq!(dirty, self.host.dirty_bytes, "dirty bytes");
         if let Some(tier) = &self.nvme {
             assert_eq!(nvme, tier.blocks, "nvme blocks");
+            tier.segments.check_logs();
             for (at, bytes) in live.iter().enumerate() {
                 let segment = tier.segments.get(at as u32);
                 assert_eq!(*bytes, segment.live_bytes, "live bytes of segment {at}");

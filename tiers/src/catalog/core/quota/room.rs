@@ -59,6 +59,33 @@ impl Catalog {
         self.quotas.writing(namespace, number, bytes, begins);
     }
 
+    /// The log of segments that the block is written to: the first one, or that of its tenant, which
+    /// gets one when it comes near its hard quota. From there on its writes leave as many dead bytes
+    /// behind, which are nobody else's concern.
+    pub(in super::super) fn log_of(&mut self, index: u32) -> usize {
+        if self.quotas.logs.is_empty() {
+            return 0;
+        }
+        let at = self.quotas.account_of(self.table.get(index).namespace);
+        let Some(most) = self.quotas.limit(Owner::Account(at), Tier::Nvme).hard else {
+            return 0;
+        };
+        let own = at as usize % self.quotas.logs.len();
+        if !self.quotas.account(at).own_log {
+            if self.held(Owner::Account(at), Tier::Nvme) <= most - most / 4 {
+                return 0;
+            }
+            self.quotas.account_mut(at).own_log = true;
+            let Some(bytes) = self.quotas.logs.get_mut(own) else { return 0 };
+            *bytes = bytes.saturating_add(most);
+            let bytes = *bytes;
+            if let Some(nvme) = &mut self.nvme {
+                nvme.segments.limit_log(1 + own, bytes);
+            }
+        }
+        1 + own
+    }
+
     /// The block was used.
     pub(in super::super) fn touch_quota(&mut self, index: u32) {
         if !self.quotas.is_limited() {

@@ -328,12 +328,10 @@ fn conversations_that_hold_nothing_are_remembered_in_a_bounded_number() {
     assert!(edge.catalog.quotas.talks_known() <= 65_537);
 }
 
-/// A tenant whose chats come back beside one that stores without end.
-fn hits_beside(quota: Option<u64>, capacity: u64, storm: bool) -> (u64, u64) {
-    let mut config = config(capacity, false);
-    if let Some(quota) = quota {
-        config.quotas = quotas(host(hard(quota)), TierQuotas::default());
-    }
+/// A tenant whose chats come back beside one that stores without end. `quotas`: of that one.
+fn hits_beside(config: CatalogConfig, quota: TierQuotas, chats: u32, storm: bool) -> (u64, u64) {
+    let config = CatalogConfig { quotas: quotas(quota, TierQuotas::default()), ..config };
+    let nvme = config.nvme.is_some();
     let mut edge = with_two_tenants(config);
     let (mut hits, mut asked, mut random) = (0, 0, 1u64);
     for step in 0..6000u32 {
@@ -343,27 +341,57 @@ fn hits_beside(quota: Option<u64>, capacity: u64, storm: bool) -> (u64, u64) {
             turn(&mut edge, &chain(1_000_000 + step, 12));
         }
         be(&mut edge, 2);
-        // 40 chats, some asked for far more often than others, each with a turn more every time.
+        // Some chats are asked for far more often than others, each with a turn more every time.
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_041);
-        let number = (random >> 33) as u32 % 1600;
-        let number = 39 - (f64::from(number).sqrt() as u32).min(39);
-        let keys = chain(number + step / 1500 * 100, 4 + step % 1500 / 300);
+        let number = (random >> 33) as u32 % (chats * chats);
+        let number = chats - 1 - (f64::from(number).sqrt() as u32).min(chats - 1);
+        let keys = chain(number + step / 1500 * 1000, 4 + step % 1500 / 300);
         let (found, _) = turn(&mut edge, &keys);
         (hits, asked) = (hits + u64::from(found), asked + keys.len() as u64);
+        if nvme {
+            edge.event(Event::Tick);
+        }
+        if step % 500 == 0 {
+            edge.catalog.check();
+        }
     }
     edge.catalog.check();
     (hits, asked)
 }
 
-#[test]
-fn a_tenant_at_its_hard_quota_does_not_lower_the_hits_of_another() {
-    let (alone, asked) = hits_beside(None, 96, false);
-    let (beside, _) = hits_beside(Some(32), 128, true);
-    let (unlimited, _) = hits_beside(None, 128, true);
+fn check_hits_beside(alone: (u64, u64), beside: (u64, u64), unlimited: (u64, u64)) {
+    let ((alone, asked), (beside, _), (unlimited, _)) = (alone, beside, unlimited);
     println!("of {asked}: {alone} alone, {beside} beside one at its quota, {unlimited} without");
     assert!(alone > asked / 3, "there is something to lose: {alone} of {asked}");
     assert!(beside * 100 >= alone * 99, "alone {alone}, beside a tenant at its quota {beside}");
     assert!(unlimited * 100 < alone * 90, "without a quota it would: {unlimited}");
+}
+
+#[test]
+fn a_tenant_at_its_hard_quota_does_not_lower_the_hits_of_another() {
+    let none = TierQuotas::default();
+    let alone = hits_beside(config(96, false), none, 40, false);
+    let beside = hits_beside(config(128, false), host(hard(32)), 40, true);
+    check_hits_beside(alone, beside, hits_beside(config(128, false), none, 40, true));
+}
+
+/// Segments are written one behind the other, whoever writes: a tenant that replaces its own blocks
+/// there must not use up the room of others with what it has replaced.
+#[test]
+fn a_tenant_at_its_hard_quota_does_not_lower_the_hits_of_another_on_nvme() {
+    let sized = |host: u64, segments: u32| {
+        let mut config = config(host, true);
+        if let Some(nvme) = &mut config.nvme {
+            nvme.geometry.segments = segments;
+        }
+        config
+    };
+    let (none, segment) = (TierQuotas::default(), u64::from(geometry().payload_bytes()));
+    let nvme = Quota { soft: None, hard: Some(16 * segment) };
+    let quota = TierQuotas { host: hard(16), nvme, ..none };
+    let alone = hits_beside(sized(32, 48), none, 200, false);
+    let beside = hits_beside(sized(48, 64), quota, 200, true);
+    check_hits_beside(alone, beside, hits_beside(sized(48, 64), none, 200, true));
 }
 
 fn quota_of(blocks: Option<u64>, percent: u64) -> Quota {
