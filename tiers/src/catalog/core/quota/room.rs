@@ -60,8 +60,8 @@ impl Catalog {
     }
 
     /// The log of segments that the block is written to: the first one, or that of its tenant, which
-    /// gets one when it comes near its hard quota. From there on its writes leave as many dead bytes
-    /// behind, which are nobody else's concern.
+    /// gets one when it holds a quarter of its hard quota. At the quota its writes leave as many dead
+    /// bytes behind, which are nobody else's concern.
     pub(in super::super) fn log_of(&mut self, index: u32) -> usize {
         if self.quotas.logs.is_empty() {
             return 0;
@@ -72,7 +72,7 @@ impl Catalog {
         };
         let own = at as usize % self.quotas.logs.len();
         if !self.quotas.account(at).own_log {
-            if self.held(Owner::Account(at), Tier::Nvme) <= most - most / 4 {
+            if self.held(Owner::Account(at), Tier::Nvme) <= most / 4 {
                 return 0;
             }
             self.quotas.account_mut(at).own_log = true;

@@ -379,19 +379,20 @@ fn a_tenant_at_its_hard_quota_does_not_lower_the_hits_of_another() {
 /// there must not use up the room of others with what it has replaced.
 #[test]
 fn a_tenant_at_its_hard_quota_does_not_lower_the_hits_of_another_on_nvme() {
+    // A segment has a page for its header, one for descriptors, and as many blocks as it can name.
+    let (segment_bytes, in_segment) = (18 * BLOCK, 16);
     let sized = |host: u64, segments: u32| {
         let mut config = config(host, true);
         if let Some(nvme) = &mut config.nvme {
-            nvme.geometry.segments = segments;
+            nvme.geometry = StoreGeometry { segment_bytes, segments, descriptor_pages: 1 };
         }
         config
     };
-    let (none, segment) = (TierQuotas::default(), u64::from(geometry().payload_bytes()));
-    let nvme = Quota { soft: None, hard: Some(16 * segment) };
-    let quota = TierQuotas { host: hard(16), nvme, ..none };
-    let alone = hits_beside(sized(32, 48), none, 200, false);
-    let beside = hits_beside(sized(48, 64), quota, 200, true);
-    check_hits_beside(alone, beside, hits_beside(sized(48, 64), none, 200, true));
+    let none = TierQuotas::default();
+    let quota = TierQuotas { host: hard(32), nvme: hard(16 * in_segment), ..none };
+    let alone = hits_beside(sized(96, 48), none, 200, false);
+    let beside = hits_beside(sized(128, 64), quota, 200, true);
+    check_hits_beside(alone, beside, hits_beside(sized(128, 64), none, 200, true));
 }
 
 fn quota_of(blocks: Option<u64>, percent: u64) -> Quota {
