@@ -109,6 +109,9 @@ impl Catalog {
         block.use_at(now, tick);
         block.set_request(request);
         self.offer_again(index);
+        if self.nvme_usable() {
+            self.note_device_only(index);
+        }
         self.touch_quota(index);
         let how = use_of(&self.table, &self.reuse, index, fresh);
         let block = self.table.get(index);
@@ -183,7 +186,8 @@ impl Catalog {
     pub(crate) fn next_dirty(&mut self) -> Option<u32> {
         let (now, weigh_cost) = (step_of(self.now), self.config.weigh_cost);
         let (table, reuse) = (&self.table, &self.reuse);
-        self.host.dirty.next(&View { table, reuse, home: Home::Host, now, weigh_cost })
+        let (home, unwritten_hold) = (Home::Host, true);
+        self.host.dirty.next(&View { table, reuse, home, now, weigh_cost, unwritten_hold })
     }
 
     fn victim(&mut self, home: Home, class: ClassId) -> Option<u32> {
@@ -191,7 +195,8 @@ impl Catalog {
         let (now, weigh_cost) = (step_of(self.now), self.config.weigh_cost);
         let evicts_leased = self.has_planted(Planted::LeasedBlockEvicted);
         let table = &self.table;
-        let view = View { table, reuse: &self.reuse, home, now, weigh_cost };
+        let (reuse, unwritten_hold) = (&self.reuse, !usable);
+        let view = View { table, reuse, home, now, weigh_cost, unwritten_hold };
         match home {
             Home::Host => {
                 let idle =
@@ -245,6 +250,11 @@ impl Catalog {
             Home::Host => {
                 self.host.evicted += 1;
                 self.drop_host(index);
+                // What is left of it in a pool is not copied down again: nothing here was worth
+                // less, so it would leave again at once, and come again.
+                if self.table.get(index).device_slot().is_some() {
+                    return;
+                }
             }
             Home::Device(gpu) => {
                 if let Some(found) = self.device_mut(gpu) {

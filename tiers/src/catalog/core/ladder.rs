@@ -162,7 +162,8 @@ impl Catalog {
                 }
                 let (table, reuse) = (&self.table, &self.reuse);
                 let (now, weigh_cost) = (step_of(self.now), self.config.weigh_cost);
-                let view = View { table, reuse, home: Home::Host, now, weigh_cost };
+                let (home, unwritten_hold) = (Home::Host, true);
+                let view = View { table, reuse, home, now, weigh_cost, unwritten_hold };
                 let victim = self.host.tier.victim(class, &view, |index| {
                     let block = table.get(index);
                     let idle = matches!(block.host, HostCopy::Resident { users: 0, .. })

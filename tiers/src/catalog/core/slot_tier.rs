@@ -49,6 +49,10 @@ pub(crate) struct View<'a> {
     pub(crate) now: u32,
     /// Hits are worth what computing the block again would take.
     pub(crate) weigh_cost: bool,
+    /// What is still to be written to nvme holds back the blocks before it. Not where room is
+    /// needed: most paths in host RAM may end in blocks that wait for a write, which may itself
+    /// wait for room.
+    pub(crate) unwritten_hold: bool,
 }
 
 impl View<'_> {
@@ -90,7 +94,9 @@ impl Outlook for View<'_> {
     fn child(&self, block: u32) -> Option<u32> {
         self.table.child(block, |child| match self.home {
             Home::Host => {
-                matches!(child.host, HostCopy::Filling { .. } | HostCopy::Resident { .. })
+                let here =
+                    matches!(child.host, HostCopy::Filling { .. } | HostCopy::Resident { .. });
+                here && (self.unwritten_hold || !child.is_unwritten())
             }
             Home::Device(home) => match child.device {
                 DeviceCopy::Filling { gpu, .. } | DeviceCopy::Resident { gpu, .. } => gpu == home,

@@ -287,6 +287,11 @@ impl Block {
         self.used = (self.used & !TICK_MASK) | (tick & TICK_MASK);
     }
 
+    /// Whether it is meant to be written to nvme and is not there.
+    pub(crate) fn is_unwritten(&self) -> bool {
+        !matches!(self.nvme, NvmeCopy::Resident(_)) && !self.is_refused()
+    }
+
     /// When it was stored, seconds since the Unix epoch.
     pub(crate) fn created_s(&self) -> u64 {
         u64::from(self.created_s)

@@ -173,3 +173,30 @@ fn bad_bytes_in_a_pool_are_dropped_and_the_copy_below_is_loaded() {
     assert_eq!(edge.stats().corrupt, 1);
     edge.catalog.check();
 }
+
+/// Seen in a simulation with a write budget: what was not worth writing left host RAM, was copied
+/// down again from the pool as that was its only copy, and was worth least there still.
+#[test]
+fn what_left_host_ram_is_not_copied_down_again_from_the_pool() {
+    let mut config = config(16, true);
+    config.devices = vec![pool(24)];
+    config.nvme.as_mut().unwrap().write_bytes_per_day = Some(24);
+    let mut edge = Edge::new(config);
+    edge.gpu = Some(GpuId(0));
+    edge.connect();
+    let mut demotes = 0;
+    for number in 0..12 {
+        let keys = chain(number, 4);
+        edge.delay = true;
+        let ticket = edge.store(&keys, 0);
+        for _ in 0..400 {
+            let demote = |event: &Event| matches!(event, Event::Demoted { .. });
+            demotes += usize::from(edge.waiting.front().is_some_and(demote));
+            edge.complete(0);
+        }
+        assert!(edge.waiting.is_empty(), "copies go on and on");
+        assert_eq!(edge.outcomes(ticket), [Outcome::Stored; 4]);
+        edge.catalog.check();
+    }
+    assert!(demotes <= 2 * 12 * 4, "{demotes} copies for {} blocks", 12 * 4);
+}

@@ -1,5 +1,6 @@
 //! What leaves first, and what may be written to nvme.
 
+use super::super::slot_tier::Home;
 use super::*;
 
 /// A request as engines make it: lookup with a lease, release, store of what was missing.
@@ -231,7 +232,8 @@ fn a_search_past_pinned_copies_ends_when_all_were_seen() {
         tier.allocate(class, index, u32::MAX, how).unwrap();
     }
     let (table, reuse) = (&edge.catalog.table, &edge.catalog.reuse);
-    let view = View { table, reuse, home: Home::Host, now: 0, weigh_cost: false };
+    let view =
+        View { table, reuse, home: Home::Host, now: 0, weigh_cost: false, unwritten_hold: true };
     for free in [None, Some(9_999), Some(5)] {
         let looks = std::cell::Cell::new(0);
         let victim = tier.victim(class, &view, |index| {
@@ -264,4 +266,53 @@ fn what_a_budget_admits_is_written_from_the_root_on() {
     let behind_holes = on_nvme.iter().filter(|block| block.orphan).count();
     assert!(on_nvme.len() > 100, "{} blocks on nvme", on_nvme.len());
     assert_eq!(behind_holes, 0, "of {} blocks", on_nvme.len());
+}
+
+/// Seen in a simulation: paths in host RAM ended in blocks that waited for a write, writes waited
+/// for a clean segment, and the segments under reclaim for a slot for what was leased in them.
+#[test]
+fn what_is_clean_makes_room_though_what_follows_it_is_not() {
+    let mut config = config(8, true);
+    config.host_policy = PolicyChoice::Pre;
+    config.clean_percent = 0;
+    config.idle_ms = 1;
+    let mut edge = Edge::new(config);
+    let tick = |edge: &mut Edge| {
+        edge.now += 10_000;
+        edge.event(Event::Tick);
+    };
+    let (roots, other) = ([1, 2, 3].map(|number| chain(number, 2)), chain(4, 2));
+    edge.store(&other, 0);
+    tick(&mut edge);
+    for keys in &roots {
+        edge.store(&keys[..1], 0);
+    }
+    tick(&mut edge);
+    assert_eq!(edge.stats().dirty_blocks, 0);
+    // Everything else leaves host RAM, and the ends are written for ever.
+    for key in &other {
+        let index = edge.catalog.table.find(NAMESPACE, key).unwrap();
+        edge.catalog.evict(Home::Host, index);
+    }
+    edge.delay = true;
+    let all_but_writes = |edge: &mut Edge| {
+        let written = |event: &Event| matches!(event, Event::Written { .. });
+        while let Some(at) = edge.waiting.iter().position(|event| !written(event)) {
+            edge.complete(at);
+        }
+    };
+    for keys in &roots {
+        edge.store(keys, 1);
+        all_but_writes(&mut edge);
+    }
+    edge.store(&chain(5, 2), 0);
+    all_but_writes(&mut edge);
+    let stats = edge.stats();
+    assert_eq!(stats.host.blocks, 8, "host RAM is full");
+    assert_eq!(stats.dirty_blocks, 1, "besides four that are being written");
+    let lease = edge.lookup(other.clone(), 1000).lease.unwrap();
+    let ticket = edge.load(&other, lease).unwrap();
+    all_but_writes(&mut edge);
+    assert_eq!(edge.ended[&ticket], [Outcome::Loaded(Tier::Nvme); 2], "clean roots made room");
+    edge.catalog.check();
 }

@@ -69,7 +69,14 @@ fn a_small_tier_that_is_all_pinned_is_searched_once() {
         edge.store(&chain(1, 8), 0);
         let looks = Cell::new(0);
         let Catalog { host, table, reuse, .. } = &mut edge.catalog;
-        let view = View { table, reuse, home: Home::Host, now: 0, weigh_cost: false };
+        let view = View {
+            table,
+            reuse,
+            home: Home::Host,
+            now: 0,
+            weigh_cost: false,
+            unwritten_hold: true,
+        };
         let pinned = |_| {
             looks.set(looks.get() + 1);
             Leave::Pinned
