@@ -30,6 +30,7 @@ fn args(trace: PathBuf, policy: &str, capacity_blocks: Option<u64>) -> sim::SimA
         host_bytes: 1 << 30,
         device_bytes: None,
         nvme_bytes: None,
+        nvme_segment_bytes: None,
         nvme_write_bytes_per_day: None,
         clients: 1,
         hints: sim::SimHints::None,

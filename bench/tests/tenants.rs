@@ -39,6 +39,7 @@ fn replay(trace: PathBuf, policy: &str, sizes: Sizes, flood: FloodArgs) -> SimRe
         host_bytes: sizes.0,
         device_bytes: None,
         nvme_bytes: sizes.1,
+        nvme_segment_bytes: None,
         nvme_write_bytes_per_day: None,
         clients: 1,
         hints: SimHints::None,

@@ -77,6 +77,8 @@ pub(crate) struct TierBytes {
     pub(crate) nvme: Option<u64>,
     /// Bytes that may be written to nvme in a day.
     pub(crate) write_bytes_per_day: Option<u64>,
+    /// Of a segment. Default: what the daemon chooses for the tier's size.
+    pub(crate) segment: Option<u32>,
     /// Of a block.
     pub(crate) block: u64,
     /// What the second client's tenant may hold.
@@ -135,6 +137,7 @@ impl Core {
         if let Some(bytes) = nvme_bytes {
             let mut nvme = NvmeConfig::new(PathBuf::new(), bytes);
             nvme.block_bytes_min = block_bytes;
+            nvme.segment_bytes = sizes.segment;
             let Some(geometry) = nvme.geometry() else {
                 bail!("an nvme tier of {bytes} bytes cannot be cut into four segments");
             };

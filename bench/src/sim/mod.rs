@@ -65,6 +65,9 @@ pub struct SimArgs {
     /// Capacity of the nvme tier. Default: none.
     #[arg(long, value_parser = parse_bytes)]
     pub nvme_bytes: Option<u64>,
+    /// Bytes of a segment of the nvme tier. Default: what a daemon chooses for the tier's size.
+    #[arg(long, value_parser = parse_bytes, requires = "nvme_bytes")]
+    pub nvme_segment_bytes: Option<u64>,
     /// Bytes that may be written to nvme in a day. Default: no limit.
     #[arg(long, value_parser = parse_bytes)]
     pub nvme_write_bytes_per_day: Option<u64>,
@@ -198,6 +201,7 @@ pub fn simulate(args: &SimArgs) -> anyhow::Result<SimResult> {
                 device: args.device_bytes,
                 host: args.host_bytes,
                 nvme: args.nvme_bytes,
+                segment: args.nvme_segment_bytes.map(u32::try_from).transpose()?,
                 block: args.block_bytes,
                 write_bytes_per_day: args.nvme_write_bytes_per_day,
                 second: args.flood.quotas(),
