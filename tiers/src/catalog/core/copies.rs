@@ -108,6 +108,10 @@ impl Catalog {
         let block = self.table.get_mut(index);
         block.use_at(now, tick);
         block.set_request(request);
+        if block.host_slot().is_some() {
+            // It came to be written again, and stays because it is used.
+            block.set_reinserted(false);
+        }
         self.offer_again(index);
         if self.nvme_usable() {
             self.note_device_only(index);
@@ -271,6 +275,9 @@ impl Catalog {
     pub(crate) fn begin_fill(&mut self, index: u32, place: SlotPlace, source: FillSource) {
         let was_ghost = self.table.get(index).is_ghost();
         let block = self.table.get_mut(index);
+        if source != FillSource::Nvme {
+            block.set_reinserted(false);
+        }
         match place {
             SlotPlace::Host(slot) => {
                 block.host = HostCopy::Filling { slot, source, doomed: false };

@@ -370,7 +370,10 @@ impl Catalog {
                 continue;
             };
             self.begin_fill(index, SlotPlace::Host(slot), FillSource::Nvme);
-            self.touch(index);
+            // To be written again is no use of it.
+            if self.flow.is_awaited(index) {
+                self.touch(index);
+            }
             self.start_read(index, slot, location.segment, false);
         }
         // Whose owner is over its quota waits behind the others.
@@ -525,7 +528,7 @@ impl Catalog {
         block.host = HostCopy::Resident { slot, users: 0 };
         self.host.bytes_in += u64::from(block.raw_bytes);
         let reinserted = block.is_reinserted();
-        block.set_reinserted(false);
+        block.set_reinserted(reinserted && !self.flow.is_awaited(index));
         self.note_copy(index, Tier::Host, true);
         self.count_in_host(index, true);
         let block = self.table.get(index);

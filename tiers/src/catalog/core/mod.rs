@@ -30,6 +30,7 @@ mod planted;
 mod policy;
 mod prefill;
 mod quota;
+mod reclaim;
 mod residency;
 mod reuse;
 mod segments;
@@ -91,6 +92,8 @@ pub struct Catalog {
     /// When bytes are next allowed to be written down for their age, and how many are left.
     trickle_at: Timestamp,
     trickle_bytes: u64,
+    /// Before that no segment is looked for to be reclaimed, unless somebody needs room.
+    reclaim_at: Timestamp,
     table: BlockTable,
     namespaces: HashMap<NamespaceId, NamespaceInfo>,
     codecs: HashMap<NamespaceId, NamespaceCodec>,
@@ -164,6 +167,7 @@ impl Catalog {
             last_demand: Timestamp(0),
             trickle_at: Timestamp(0),
             trickle_bytes: 0,
+            reclaim_at: Timestamp(0),
             namespaces: HashMap::new(),
             codecs: HashMap::new(),
             devices,

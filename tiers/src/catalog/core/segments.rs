@@ -49,6 +49,8 @@ pub(crate) struct Segment {
     pub(crate) in_host_bytes: u64,
     pub(crate) read_failures: u32,
     pub(crate) write_failed: bool,
+    /// What its room promised when that was last looked at. Infinite before.
+    pub(crate) promise: f32,
 }
 
 /// A place for a payload.
@@ -100,6 +102,8 @@ pub(crate) struct Segments {
     /// Space was asked for in this run.
     written: bool,
     pub(crate) reclaiming: Vec<u32>,
+    /// The segment that was looked at last in turn.
+    turn: usize,
 }
 
 impl Segments {
@@ -119,6 +123,7 @@ impl Segments {
             in_host_bytes: 0,
             read_failures: 0,
             write_failed: false,
+            promise: f32::INFINITY,
         };
         let count = shape.geometry.segments;
         let log = Log { open: None, segments: 0, segments_max: u32::MAX };
@@ -132,6 +137,7 @@ impl Segments {
             clean_target: target as usize,
             written: false,
             reclaiming: Vec::new(),
+            turn: 0,
         };
         for bad in &shape.quarantined {
             if let Some(segment) = segments.segments.get_mut(*bad as usize) {
@@ -263,6 +269,7 @@ impl Segments {
                 blocks: Vec::new(),
                 write_failed: false,
                 read_failures: 0,
+                promise: f32::INFINITY,
                 ..segment.clone()
             };
             self.join(next, log);
@@ -336,34 +343,91 @@ impl Segments {
         self.written && self.clean.len() + self.reclaiming.len() < self.clean_target
     }
 
-    /// The segment to reclaim next: the one with the least live bytes if that is a fifth of its
-    /// payload or less, otherwise the oldest. One with pinned blocks only where there is no other.
-    ///
-    /// Also whether it is out of turn, because an older one stays. What can be reached in it is
-    /// then worth more than what is in that one, and has to be written again: where there is no
-    /// `room` for that, only a segment in which nothing can be reached is taken out of turn.
-    ///
-    /// A log that is too long goes first, as long as that gains anything.
-    pub(crate) fn victim(&self, room: bool) -> Option<(u32, bool)> {
+    fn sealed(&self) -> impl Iterator<Item = (u32, &Segment)> {
         let usable =
             |segment: &Segment| segment.state == SegmentState::Sealed && segment.writers == 0;
-        let few = if room { u64::from(self.geometry.payload_bytes()) / 5 } else { 0 };
-        let live = |segment: &Segment| segment.live_bytes - segment.orphan_bytes;
-        let order = |(_, segment): &(u32, &Segment)| {
-            let dead = live(segment) <= few;
-            let rank = if dead { live(segment) } else { segment.sequence };
-            (segment.pinned > 0, !dead, rank, segment.sequence)
-        };
-        let sealed = || (0u32..).zip(&self.segments).filter(|(_, segment)| usable(segment));
+        (0u32..).zip(&self.segments).filter(move |(_, segment)| usable(segment))
+    }
+
+    /// The oldest segment of a log that is too long, if one of them gains anything.
+    pub(crate) fn of_long_log(&self) -> Option<u32> {
         let too_long = |segment: &Segment| {
             self.logs.get(segment.log).is_some_and(|log| log.segments > log.segments_max)
         };
-        let first = sealed()
-            .filter(|(_, segment)| segment.pinned == 0 && too_long(segment) && self.gains(segment))
-            .min_by_key(order);
-        let (victim, taken) = first.or_else(|| sealed().min_by_key(order))?;
-        let early = sealed().any(|(_, segment)| segment.sequence < taken.sequence);
-        Some((victim, early && live(taken) <= few))
+        let own = self
+            .sealed()
+            .filter(|(_, segment)| segment.pinned == 0 && too_long(segment) && self.gains(segment));
+        own.min_by_key(|(_, segment)| segment.sequence).map(|(at, _)| at)
+    }
+
+    /// The segment with the fewest bytes that can be reached, if those are few and none is pinned.
+    pub(crate) fn nearly_empty(&self, room: bool) -> Option<u32> {
+        let few = self
+            .sealed()
+            .filter(|(at, segment)| segment.pinned == 0 && self.is_nearly_empty(*at, room));
+        few.min_by_key(|(_, found)| (reachable_bytes(found), found.sequence)).map(|(at, _)| at)
+    }
+
+    /// Whether a fifth of the segment's payload or less can be reached; without `room` to write
+    /// that again: nothing.
+    pub(crate) fn is_nearly_empty(&self, segment: u32, room: bool) -> bool {
+        let few = if room { u64::from(self.geometry.payload_bytes()) / 5 } else { 0 };
+        reachable_bytes(self.get(segment)) <= few
+    }
+
+    /// Segments whose promise is to be looked at: the lowest, and some in turn.
+    pub(crate) fn pick_to_look_at(&mut self, lowest: usize, in_turn: usize) -> Vec<u32> {
+        let key = |(at, found): (u32, &Segment)| (found.promise, found.sequence, at);
+        let old = self.sealed().filter(|(_, found)| !self.is_young(found));
+        let mut all: Vec<(f32, u64, u32)> = old.map(key).collect();
+        if all.len() > lowest {
+            all.select_nth_unstable_by(lowest, |one, other| {
+                one.0.total_cmp(&other.0).then(one.1.cmp(&other.1))
+            });
+        }
+        let mut chosen: Vec<u32> = all.into_iter().take(lowest).map(|(_, _, at)| at).collect();
+        for _ in 0..in_turn.min(self.segments.len()) {
+            self.turn = (self.turn + 1) % self.segments.len();
+            let found = self.segments.get(self.turn);
+            if found.is_some_and(|found| found.state == SegmentState::Sealed) {
+                chosen.push(self.turn as u32);
+            }
+        }
+        chosen
+    }
+
+    /// Whether it is among those opened last, half as many as there are. What was stored last stays
+    /// whole, however little it promises beside the rest.
+    fn is_young(&self, segment: &Segment) -> bool {
+        segment.sequence + self.segments.len() as u64 / 2 >= self.next_sequence
+    }
+
+    /// Counts on with what is looked at in turn.
+    pub(crate) fn turn(&self) -> usize {
+        self.turn
+    }
+
+    /// The segment that promised the least when it was last looked at; of equal ones the oldest.
+    /// A young one or one with pinned blocks only where there is no other; `gains`: so for one that
+    /// gains little.
+    pub(crate) fn least_promising(&self, gains: bool) -> Option<u32> {
+        let order = |(_, one): &(u32, &Segment), (_, other): &(u32, &Segment)| {
+            let last = |found: &Segment| {
+                (self.is_young(found), found.pinned > 0, gains && !self.gains(found))
+            };
+            let promise = one.promise.total_cmp(&other.promise);
+            last(one).cmp(&last(other)).then(promise).then(one.sequence.cmp(&other.sequence))
+        };
+        self.sealed().min_by(order).map(|(at, _)| at)
+    }
+
+    /// What the room of a segment promises on average, as far as it was looked at.
+    pub(crate) fn mean_promise(&self) -> f32 {
+        let known = self.sealed().filter(|(_, found)| found.promise.is_finite());
+        let (sum, count) = known.fold((0.0, 0u32), |(sum, count), (_, found)| {
+            (sum + f64::from(found.promise), count + 1)
+        });
+        (sum / f64::from(count.max(1))) as f32
     }
 
     /// Whether less than half of the segment would be written again because it is in host RAM too.
@@ -408,4 +472,9 @@ impl Segments {
         }
         done
     }
+}
+
+/// Bytes of the segment that a lookup can reach.
+fn reachable_bytes(segment: &Segment) -> u64 {
+    segment.live_bytes - segment.orphan_bytes
 }

@@ -1,4 +1,4 @@
-//! Write-down of dirty blocks to nvme, and reclaim of segments.
+//! Write-down of dirty blocks to nvme.
 
 use super::Catalog;
 use super::codecs::CodecTrial;
@@ -7,16 +7,13 @@ use super::event::{Action, OpError, OpId};
 use super::flow::Op;
 use super::request::{OfflineReason, Tier};
 use super::segments::{SegmentState, Space};
-use super::table::{BATCH, FillSource, HostCopy, Location, NIL, NvmeCopy, step_of};
+use super::table::{BATCH, HostCopy, Location, NIL, NvmeCopy};
 use crate::block::{Codec, Sum128, page_ceil};
 
 /// Segments that may fail one after the other, with no write in between that succeeds, before the
 /// tier is taken to be broken. A dead device gets there within a few writes; with two, one faulty
 /// operation in 500 was enough to lose a tier that could still be used.
 const FAILED_IN_A_ROW_MAX: u32 = 4;
-
-/// A chance of ever being used again below which a block is not written again.
-const HOPELESS: f32 = 0.1;
 
 /// Dirty blocks are all written down within this time, also while clients never pause.
 const TRICKLE_S: u64 = 60;
@@ -289,12 +286,14 @@ impl Catalog {
         let block = self.table.get_mut(index);
         let doomed = block.nvme == NvmeCopy::Writing { doomed: true };
         block.nvme = NvmeCopy::Absent;
+        let mut written_again = false;
         match location {
             Some(location) => {
                 let (pinned, orphan) = (block.pins > 0, block.orphan);
                 self.table.set_on_nvme(index, location);
                 self.host.dirty_bytes -= bytes;
                 self.list_on_nvme(index, location, pinned, orphan);
+                written_again = self.table.get(index).is_reinserted();
             }
             None if !doomed => {
                 self.list_dirty(index);
@@ -302,6 +301,9 @@ impl Catalog {
             None => {}
         }
         self.remove_user(index);
+        if written_again {
+            self.leave_again(index);
+        }
         self.after_loss(index);
     }
 
@@ -362,104 +364,9 @@ impl Catalog {
         }
     }
 
-    fn blocks_in(&self, segment: u32) -> Vec<u32> {
+    pub(super) fn blocks_in(&self, segment: u32) -> Vec<u32> {
         let blocks = self.nvme.as_ref().map(|nvme| &nvme.segments.get(segment).blocks);
         blocks.into_iter().flatten().copied().filter(|index| *index != NIL).collect()
-    }
-
-    /// Keeps a few clean segments ahead of the writes.
-    pub(super) fn pump_reclaim(&mut self) {
-        while self.nvme_usable() && self.nvme.as_ref().is_some_and(|n| n.segments.wants_clean()) {
-            self.drop_over_soft();
-            let room = !self.host.starved;
-            let next = self.nvme.as_ref().and_then(|nvme| nvme.segments.victim(room));
-            let Some((victim, out_of_turn)) = next else {
-                return;
-            };
-            if !self.worth_reclaiming(victim) || self.is_last_of_pinned(victim) {
-                return;
-            }
-            if let Some(nvme) = &mut self.nvme {
-                nvme.segments.begin_reclaim(victim);
-            }
-            self.reclaim(victim, out_of_turn);
-            self.pump_fetches();
-        }
-    }
-
-    /// Whether the segment has the last good copy of a pinned block whose slot of host RAM was
-    /// given up, but is still read. It is reclaimed when that ends, because then it can be read
-    /// back.
-    fn is_last_of_pinned(&self, segment: u32) -> bool {
-        let pinned = self.nvme.as_ref().is_some_and(|nvme| nvme.segments.get(segment).pinned > 0);
-        let waits = |index: &u32| {
-            let block = self.table.get(*index);
-            block.pins > 0 && matches!(block.host, HostCopy::Draining { .. })
-        };
-        pinned && self.blocks_in(segment).iter().any(waits)
-    }
-
-    /// A segment half of which would be written again, because its blocks are in host RAM too,
-    /// gains little. Only when there is no other way to make room is that done.
-    fn worth_reclaiming(&self, victim: u32) -> bool {
-        let Some(nvme) = &self.nvme else {
-            return false;
-        };
-        self.host.starved || nvme.segments.gains(nvme.segments.get(victim))
-    }
-
-    /// Empties a segment. What is in host RAM too becomes dirty there; what was hit since it was
-    /// written is read back and written again, up to a part of the segment; the rest is evicted.
-    /// Out of turn, all that can be reached is written again: it is little, and a chain's root may
-    /// be in it.
-    fn reclaim(&mut self, victim: u32, out_of_turn: bool) {
-        let Some(nvme) = &self.nvme else {
-            return;
-        };
-        let payload = u64::from(nvme.segments.payload_bytes_max());
-        let percent = if out_of_turn { 100 } else { nvme.shape.reinsert_percent };
-        let mut budget = payload / 100 * u64::from(percent);
-        let blocks = self.blocks_in(victim);
-        // Roots were written last, and without them the rest is of no use.
-        for index in blocks.iter().rev() {
-            let block = self.table.get_mut(*index);
-            let bytes = slot_bytes(block);
-            let hit = out_of_turn || block.spot().is_some_and(|spot| spot.hit);
-            let hit = hit && !block.orphan;
-            let age = step_of(self.now).saturating_sub(block.used_step());
-            let hopeless = !out_of_turn
-                && self.reuse.has_learned()
-                && self.reuse.chance(block.request(), age) < HOPELESS;
-            let stays = block.pins > 0 || (hit && !hopeless && bytes <= budget);
-            if stays && block.host == HostCopy::Absent {
-                budget = budget.saturating_sub(bytes);
-                block.set_reinserted(true);
-            }
-        }
-        for index in blocks {
-            let block = self.table.get_mut(index);
-            match block.host {
-                HostCopy::Filling { source: FillSource::Nvme, .. } => block.set_reinserted(true),
-                HostCopy::Absent if block.is_reinserted() => self.queue_fetch(index, false),
-                _ => {
-                    if let Some(nvme) = &mut self.nvme {
-                        nvme.evicted += 1;
-                    }
-                    self.drop_nvme(index, false);
-                    self.after_loss(index);
-                }
-            }
-        }
-        self.settle_segment(victim);
-    }
-
-    /// Makes a segment clean once nothing names it, and voids it on the device: what was evicted,
-    /// forgotten or reported bad since must not come back at a restart.
-    pub(super) fn settle_segment(&mut self, segment: u32) {
-        if self.nvme.as_mut().is_some_and(|nvme| nvme.segments.settle(segment)) {
-            self.counters.segments_reclaimed += 1;
-            self.actions.push(Action::VoidSegment { segment });
-        }
     }
 
     /// Whether something is on its way into host RAM or a pool. What a lost GPU was doing is not:

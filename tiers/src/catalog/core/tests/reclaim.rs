@@ -54,7 +54,7 @@ fn a_segment_reclaimed_out_of_turn_keeps_what_can_be_reached() {
     write(&mut edge, &new[..1], 0);
     write(&mut edge, &new, 1);
     let mut lost = 0;
-    for number in 10..80 {
+    for number in 10..240 {
         write(&mut edge, &chain(number, 8), 0);
         edge.catalog.check();
         lost += u32::from(edge.lookup(rootless.clone(), 0).blocks == 0);
