@@ -157,6 +157,21 @@ impl Catalog {
         if request == RequestId::default() { bytes } else { dirty.map(slot_bytes).sum() }
     }
 
+    /// A block that the budget was set aside for will not be written on behalf of this request: it
+    /// is used by another one now, or is gone.
+    pub(super) fn give_budget_back(&mut self, index: u32, request: RequestId) {
+        let block = self.table.get(index);
+        let bytes = slot_bytes(block);
+        let waits =
+            block.host_slot().is_some() && block.nvme == NvmeCopy::Absent && !block.is_refused();
+        if let Some(admission) = self.nvme.as_mut().and_then(|nvme| nvme.admission.as_mut())
+            && waits
+            && self.reuse.spend(request, bytes)
+        {
+            admission.tokens += bytes as f64;
+        }
+    }
+
     pub(super) fn refuse_write(&mut self, index: u32) {
         let block = self.table.get_mut(index);
         block.set_refused(true);

@@ -105,6 +105,10 @@ impl Catalog {
     pub(crate) fn touch_for(&mut self, index: u32, request: RequestId, fresh: bool) {
         self.tick += 1;
         let (now, tick) = (self.now, self.tick);
+        let before = self.table.get(index).request();
+        if before != request {
+            self.give_budget_back(index, before);
+        }
         let block = self.table.get_mut(index);
         block.use_at(now, tick);
         block.set_request(request);
@@ -370,7 +374,10 @@ impl Catalog {
             NvmeCopy::Writing { doomed: false } => {
                 block.nvme = NvmeCopy::Writing { doomed: true };
             }
-            NvmeCopy::Absent => {}
+            NvmeCopy::Absent => {
+                let request = block.request();
+                self.give_budget_back(index, request);
+            }
         }
         self.host.dirty.remove(index);
         self.host.dirty_bytes -= bytes;
