@@ -16,12 +16,10 @@ pub const DESCRIPTOR_VERSION: u8 = 2;
 /// Bytes of the magic. In host RAM it is written last: until then a disowned block stays so.
 pub(crate) const MAGIC_BYTES: usize = 4;
 const MAGIC: [u8; MAGIC_BYTES] = *b"KVTd";
-/// In the place of the magic once the block was disowned. It differs in one byte, so that it is
-/// there or is not, whenever the daemon ends.
-const DISOWNED: [u8; MAGIC_BYTES] = *b"KVTo";
-/// The byte that disowns the block of a descriptor in host RAM, and where it is written.
-#[cfg(any(feature = "store", test))]
-pub(crate) const DISOWN: (u64, u8) = (3, DISOWNED[3]);
+/// In the place of the magic once the block was disowned, also where the rest is still to be
+/// written. It differs in one byte, so that in a whole descriptor it is there or is not, whenever
+/// the daemon ends.
+pub(crate) const DISOWNED: [u8; MAGIC_BYTES] = *b"KVTo";
 const SUM_AT: usize = DESCRIPTOR_BYTES - 8;
 
 /// An XXH3-128 checksum, little-endian.
@@ -139,7 +137,8 @@ pub enum DescriptorError {
     /// All bytes are zero: nothing was ever written here, or it was erased.
     #[error("empty")]
     Empty,
-    /// Its block was given up while operations still read the slot. In host RAM only.
+    /// Its block was given up while operations still read the slot, or while it was still filled.
+    /// In host RAM only.
     #[error("the block was given up; only operations that had begun before go on")]
     Disowned,
     /// The first bytes are not those of a descriptor.
@@ -367,7 +366,7 @@ mod tests {
     }
 
     fn disowned(mut bytes: [u8; DESCRIPTOR_BYTES]) -> [u8; DESCRIPTOR_BYTES] {
-        bytes[DISOWN.0 as usize] = DISOWN.1;
+        bytes[..MAGIC_BYTES].copy_from_slice(&DISOWNED);
         bytes
     }
 
@@ -380,6 +379,11 @@ mod tests {
         assert_eq!(Descriptor::decode_in_use(&bytes, here), Ok(sample()));
         // A daemon from before the mark knows one magic, and nothing else begins a descriptor.
         assert_ne!(bytes[..4], MAGIC);
+        assert_eq!(bytes[..3], MAGIC[..3], "one byte is there or is not");
+        // While the slot is still filled there is nothing behind the mark.
+        let filled = disowned([0; DESCRIPTOR_BYTES]);
+        assert_eq!(Descriptor::decode(&filled, here), Err(DescriptorError::Disowned));
+        assert_eq!(Descriptor::decode_in_use(&filled, here), Err(DescriptorError::Checksum));
         let there = Place::Host { salt: 1, slot: 3 };
         assert_eq!(Descriptor::decode_in_use(&bytes, there), Err(DescriptorError::Checksum));
         for bit in 0..DESCRIPTOR_BYTES * 8 {
@@ -395,21 +399,26 @@ mod tests {
     }
 
     /// The slot of a disowned block is voided, and later gets another block's descriptor, the magic
-    /// last. Whatever the daemon's end leaves of these writes, from the front or from the back, the
-    /// disowned block is not taken over, and the other one only once its descriptor is whole.
+    /// last. Or it is disowned before it has a descriptor, and gets the rest of one later. Whatever
+    /// the daemon's end leaves of these writes, from the front or from the back, the disowned block
+    /// is not taken over, and the other one only once its descriptor is whole.
     #[test]
     fn no_torn_write_brings_a_disowned_block_back() {
         let here = Place::Host { salt: 1, slot: 2 };
         let next = Descriptor { key: BlockKey([16; 32]), ..sample() };
         let (empty, whole) = ([0; DESCRIPTOR_BYTES], next.encode(here));
+        let early = disowned(empty);
         let disowned = disowned(sample().encode(here));
         let check = |torn: [u8; DESCRIPTOR_BYTES], cut: usize| {
             let found = Descriptor::decode(&torn, here);
             assert_eq!(found.is_ok(), torn == whole, "cut at {cut}: {found:?}");
             assert!(found.is_err() || found == Ok(next.clone()), "cut at {cut}: {found:?}");
         };
-        // The last one leaves the voiding out, which no action does.
-        for (from, to) in [(disowned, empty), (empty, whole), (disowned, whole)] {
+        let voided = [(disowned, empty), (early, empty), (empty, whole)];
+        let filled = [(empty, early), (early, disowned)];
+        // This leaves the voiding out, which no action does.
+        let not_voided = [(disowned, whole)];
+        for (from, to) in voided.into_iter().chain(filled).chain(not_voided) {
             for cut in MAGIC_BYTES..=DESCRIPTOR_BYTES {
                 for (front, back) in [(from, to), (to, from)] {
                     let mut torn = from;

@@ -11,7 +11,7 @@ pub use descriptor::{
     Codec, DESCRIPTOR_BYTES, DESCRIPTOR_VERSION, Descriptor, DescriptorError, Place, Sum128,
 };
 #[cfg(feature = "store")]
-pub(crate) use descriptor::{DISOWN, MAGIC_BYTES};
+pub(crate) use descriptor::{DISOWNED, MAGIC_BYTES};
 pub use geometry::{LayoutError, MAX_PLANES, PAGE_BYTES, Plane, RegionLayout, page_ceil};
 pub use gpu::{
     GPU_BLOCK_BYTES_UNSUPPORTED, GPU_EVENTS_MAX, GpuMemory, GpuOrder, GpuRegionSpec, GpuUuid,

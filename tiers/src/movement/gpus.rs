@@ -229,12 +229,12 @@ pub(super) type Registered = Box<dyn FnOnce(Result<RegionId, RegisterError>) + S
 pub(super) type Closed = Box<dyn FnOnce() + Send>;
 
 /// What a job that ends in a host slot still needs then.
-struct Landing {
-    slot: SlotId,
-    descriptor: Box<Descriptor>,
+pub(super) struct Landing {
+    pub(super) slot: SlotId,
+    pub(super) descriptor: Box<Descriptor>,
 }
 
-type Landings = Arc<Mutex<HashMap<u64, Landing>>>;
+pub(super) type Landings = Arc<Mutex<HashMap<u64, Landing>>>;
 
 /// Jobs of one region that its worker has at most; the rest waits here. A worker takes 4,096.
 const REGION_JOBS_MAX: usize = 512;
@@ -694,7 +694,7 @@ pub(super) struct Place {
 }
 
 /// Takes a completion of a worker, on its thread.
-fn device_done(
+pub(super) fn device_done(
     gpu: GpuId,
     done: DeviceDone,
     landings: &Landings,

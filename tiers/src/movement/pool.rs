@@ -267,7 +267,8 @@ fn narrowed(
     Ok(sum)
 }
 
-/// Writes the descriptor of a slot whose bytes are in place.
+/// Writes the descriptor of a slot whose bytes are in place: whatever fills a slot of host RAM, a
+/// client, a read of nvme or a GPU, ends here. A block that was disowned meanwhile stays so.
 pub(super) fn seal(shared: &Shared, slot: SlotId, descriptor: Descriptor) -> Result<(), OpError> {
     let descriptor = Descriptor {
         codec: Codec::Raw,
@@ -279,8 +280,8 @@ pub(super) fn seal(shared: &Shared, slot: SlotId, descriptor: Descriptor) -> Res
         ..descriptor
     };
     let place = Place::Host { salt: shared.salt, slot: slot.0 };
-    let set = shared.arena.set_descriptor(slot, &descriptor.encode(place));
-    set.map_err(|error| bug("descriptor table", &error))
+    let sealed = shared.arena.seal(slot, &descriptor.encode(place));
+    sealed.map_err(|error| bug("descriptor table", &error))
 }
 
 fn scatter(

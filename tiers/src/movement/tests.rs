@@ -1,22 +1,29 @@
 //! What a block's slot is good for between the forgetting of the block and the end of the last
-//! operation that reads it. The pool's jobs are carried out by hand, when a test says so.
+//! operation that reads or fills it. The pool's jobs are carried out by hand, when a test says so.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use crossbeam::channel::{Receiver, bounded, unbounded};
 
+use super::NodeConfig;
 use super::conductor::{Ask, Conductor, Signal};
+use super::gpus::{self, Landing, Landings};
 use super::host::{self, Kept};
 use super::node::{catalog_config, shared_by_all};
-use super::pool::{Job, PoolSender, Shared, work};
-use super::{NodeConfig, gpus};
-use crate::block::{BlockKey, DESCRIPTOR_BYTES, ElementType, NamespaceId, RegionLayout};
-use crate::catalog::{
-    Catalog, CodecChoice, Event, Forget, Hints, LeaseId, LoadBlock, MissReason, NamespaceInfo,
-    Outcome, PrefixQuery, RegionId, Reply, Request, SessionId, SlotId, StoreBlock, TenantId, Tier,
+use super::pool::{Job, PoolSender, ReadContext, Shared, work};
+use crate::block::{
+    BlockKey, Codec, DESCRIPTOR_BYTES, Descriptor, DescriptorError, ElementType, NamespaceId,
+    Place, RegionLayout, Sum128,
 };
-use crate::io::{Arena, ArenaFiles, Region, SharedMemory};
+use crate::catalog::{
+    Catalog, CodecChoice, Event, Forget, GpuId, Hints, LeaseId, LoadBlock, MissReason,
+    NamespaceInfo, OpId, Outcome, PrefixQuery, RegionId, RejectReason, Reply, Request, SessionId,
+    SlotId, StoreBlock, TenantId, Tier,
+};
+use crate::io::{AlignedBuf, Arena, ArenaFiles, Region, SharedMemory};
+use crate::tier::device::DeviceDone;
+use crate::tier::nvme::ReadBuffer;
 
 const NAMESPACE: NamespaceId = NamespaceId(1);
 const SESSION: SessionId = SessionId(1);
@@ -137,8 +144,8 @@ impl Desk {
         std::mem::take(&mut *self.ended.lock().unwrap())
     }
 
-    /// Stores a block that is a chain of its own.
-    fn store(&mut self, number: u8) {
+    /// Begins to store a block that is a chain of its own. The pool is to copy it: the job.
+    fn begin_store(&mut self, number: u8) -> Job {
         self.memory.write_at(0, &payload(number)).unwrap();
         let (namespace, region, hints) = (NAMESPACE, REGION, Hints::default());
         let parent = BlockKey::ROOT;
@@ -146,7 +153,18 @@ impl Desk {
             vec![StoreBlock { key: key(number), parent, position: 0, tokens: 16, place: 0 }];
         let (conversation, after_event) = (0, None);
         self.ask(Request::Store { namespace, conversation, region, after_event, blocks, hints });
-        self.copy_all();
+        self.jobs.try_recv().unwrap()
+    }
+
+    /// Carries a job out. Nobody hears of it yet.
+    fn copy(&self, job: Job) -> Event {
+        work(job, &self.shared, &mut Vec::new()).unwrap()
+    }
+
+    fn store(&mut self, number: u8) {
+        let job = self.begin_store(number);
+        let stored = self.copy(job);
+        self.conductor.signal(Signal::Event(stored));
         assert_eq!(self.outcomes(), [Outcome::Stored]);
     }
 
@@ -235,6 +253,131 @@ fn a_block_that_is_forgotten_while_it_waits_to_be_copied_is_gone_after_a_crash()
     next.copy_all();
     assert_eq!(next.outcomes(), [Outcome::Loaded(Tier::Host)]);
     assert!(next.has(1, 2));
+}
+
+/// When, in the life of a store, its block is forgotten.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Forgotten {
+    Never,
+    /// Before the block was copied.
+    Before,
+    /// Once it was copied, before the catalog heard of that.
+    After,
+    /// Before it was copied, which the crash came before.
+    NotCopied,
+}
+
+/// Nobody hears of the copy that ends after the block was forgotten: the daemon ends first. It is
+/// the same for one that stops while blocks wait to be copied.
+#[test]
+fn a_block_that_is_forgotten_while_it_is_copied_in_is_gone_after_a_crash() {
+    use Forgotten::{After, Before, Never, NotCopied};
+    for (when, blocks) in [(Never, 1), (Before, 0), (After, 0), (NotCopied, 0)] {
+        let mut desk = Desk::fresh();
+        let mut job = Some(desk.begin_store(1));
+        if when == After {
+            desk.copy(job.take().unwrap());
+        }
+        if when != Never {
+            desk.forget(1);
+        }
+        if when != NotCopied
+            && let Some(job) = job
+        {
+            let copied = desk.copy(job);
+            assert!(matches!(copied, Event::Gathered { result: Ok(_), .. }), "{copied:?}");
+        }
+        let (mut next, kept) = desk.crash();
+        // What was forgotten was not lost.
+        assert_eq!((kept.blocks, kept.dropped), (blocks, 0), "{when:?}");
+        assert_eq!(next.described_slots().len() as u64, blocks, "{when:?}");
+        assert_eq!(next.lookup(1).is_some(), blocks == 1, "{when:?}");
+    }
+}
+
+#[test]
+fn a_slot_whose_block_was_forgotten_while_it_was_copied_in_is_as_good_as_any_other() {
+    let mut desk = Desk::fresh();
+    let job = desk.begin_store(1);
+    desk.forget(1);
+    let copied = desk.copy(job);
+    let slot_of = |desk: &Desk| desk.described_slots()[0].0;
+    let slot = slot_of(&desk);
+    desk.conductor.signal(Signal::Event(copied));
+    assert_eq!(desk.outcomes(), [Outcome::Rejected(RejectReason::Gone)]);
+    assert_eq!(desk.described_slots(), []);
+
+    desk.store(1);
+    assert_eq!(slot_of(&desk), slot);
+    let (mut next, kept) = desk.crash();
+    assert_eq!((kept.blocks, kept.dropped), (1, 0));
+    next.begin_load(1, 2);
+    next.copy_all();
+    assert_eq!(next.outcomes(), [Outcome::Loaded(Tier::Host)]);
+    assert!(next.has(2, 1));
+}
+
+/// A client's copy is in the tests above; these are the other ways.
+#[test]
+fn what_a_read_or_a_gpu_brings_stays_disowned_too() {
+    let desk = Desk::fresh();
+    let (arena, salt) = (&desk.shared.arena, desk.shared.salt);
+    arena.bind_slab(0, BLOCK as u32).unwrap();
+    let sum = Sum128::of(&payload(1));
+    let descriptor = Box::new(Descriptor { raw_sum: sum, stored_sum: sum, ..described() });
+    let on_gpu = |done: DeviceDone, slot: SlotId| {
+        let landing = Landing { slot, descriptor: descriptor.clone() };
+        let landings = Landings::new(Mutex::new([(7, landing)].into()));
+        gpus::device_done(GpuId(0), done, &landings, &desk.shared, &unbounded().0);
+    };
+    let read = |slot: SlotId| {
+        let (descriptor, element) = (descriptor.clone(), ElementType::Bf16);
+        let read = ReadContext { slot, descriptor, element };
+        let buffer = ReadBuffer::Pages(AlignedBuf::of(&payload(1)));
+        desk.copy(Job::Verify { op: OpId(7), read, buffer });
+    };
+    let ways: [(&str, &dyn Fn(SlotId)); 3] = [
+        ("read", &read),
+        ("gather", &|slot| on_gpu(DeviceDone::Gathered { op: 7, result: Ok(sum) }, slot)),
+        ("demote", &|slot| on_gpu(DeviceDone::Demoted { op: 7, result: Ok(()) }, slot)),
+    ];
+    for (index, (name, fill)) in (0..).zip(ways) {
+        let slot = arena.slot(0, index).unwrap();
+        let here = Place::Host { salt, slot: slot.0 };
+        let found = || Descriptor::decode(&arena.descriptor(slot).unwrap(), here);
+        arena.disown(slot).unwrap();
+        fill(slot);
+        assert_eq!(found(), Err(DescriptorError::Disowned), "{name}");
+        let bytes = arena.descriptor(slot).unwrap();
+        assert_eq!(Descriptor::decode_in_use(&bytes, here).as_ref(), Ok(&*descriptor), "{name}");
+        arena.set_descriptor(slot, &[0; DESCRIPTOR_BYTES]).unwrap();
+        fill(slot);
+        assert_eq!(found().as_ref(), Ok(&*descriptor), "{name}");
+    }
+}
+
+/// A block's descriptor in host RAM, but for its checksums.
+fn described() -> Descriptor {
+    Descriptor {
+        codec: Codec::Raw,
+        narrow: None,
+        namespace: NAMESPACE,
+        generation: 1,
+        key: key(1),
+        parent: BlockKey::ROOT,
+        position: 0,
+        tokens: 16,
+        raw_bytes: BLOCK as u32,
+        stored_bytes: BLOCK as u32,
+        raw_sum: Sum128([0; 16]),
+        stored_sum: Sum128([0; 16]),
+        sequence: 1,
+        segment: 0,
+        segment_sequence: 0,
+        offset: 0,
+        created_s: 1,
+        session: 0,
+    }
 }
 
 /// What is reported bad is still compared with its checksum for those who had asked before.

@@ -321,9 +321,11 @@ impl Catalog {
     pub(crate) fn drop_host(&mut self, index: u32) {
         match self.table.get(index).host {
             HostCopy::Absent | HostCopy::Draining { .. } => {}
-            HostCopy::Filling { slot, source, .. } => {
+            HostCopy::Filling { doomed: true, .. } => {}
+            HostCopy::Filling { slot, source, doomed: false } => {
                 let doomed = HostCopy::Filling { slot, source, doomed: true };
                 self.table.get_mut(index).host = doomed;
+                self.actions.push(Action::DisownSlot { slot });
             }
             HostCopy::Resident { slot, users } => {
                 self.note_copy(index, Tier::Host, false);

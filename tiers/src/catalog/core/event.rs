@@ -241,8 +241,9 @@ pub enum Action {
         slot: SlotId,
     },
     /// Mark a slot's host descriptor, so that no next daemon takes the block over: its copy was
-    /// given up while operations still read the slot. For them it stays valid, also for those that
-    /// have not begun to copy. The slot is free ([`Action::ClearSlot`]) when they end.
+    /// given up while operations still read the slot, or while one still fills it. For those who
+    /// read it stays valid, also if they have not begun to copy; the one that fills the slot writes
+    /// a descriptor that has the mark. The slot is free ([`Action::ClearSlot`]) when they end.
     DisownSlot {
         /// Which.
         slot: SlotId,

@@ -12,21 +12,21 @@
 //! 3. The bytes of a slot behind the length that was asked for, up to the page's end, are zero
 //!    when a writer gets it: no earlier block's bytes go to the device as padding.
 //!
-//! Lock order: one slab's lock at a time, and none while another is held.
+//! Lock order: one lock at a time, a slab's or that of the marks, and none while another is held.
 
 use std::fmt;
 use std::io;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 
 use rustix::fs::MemfdFlags;
 
 use super::kept::{self, ArenaFiles, Head, KeptSlab};
 use super::mapping::Mapping;
 use super::source::{PageKind, Source, memfd};
-use crate::block::{DESCRIPTOR_BYTES, DISOWN, MAGIC_BYTES, PAGE_BYTES, page_ceil};
+use crate::block::{DESCRIPTOR_BYTES, DISOWNED, MAGIC_BYTES, PAGE_BYTES, page_ceil};
 use crate::catalog::SlotId;
 
 /// The largest slab, so that a slab always fits into one registered buffer of the ring.
@@ -107,6 +107,9 @@ pub struct Arena {
     descriptor_fd: OwnedFd,
     /// The table: head, bindings, descriptors ([`kept`]).
     descriptors: Mapping,
+    /// Held to look for a mark and write the magic, and to mark: a block is disowned on one thread
+    /// while another one ends the filling of its slot.
+    marks: Mutex<()>,
     head: Head,
 }
 
@@ -179,6 +182,7 @@ impl Arena {
             pages_why: source.why,
             descriptor_fd,
             descriptors,
+            marks: Mutex::new(()),
             head,
         })
     }
@@ -325,8 +329,17 @@ impl Arena {
         self.descriptors.copy_out(self.descriptor_offset(slab, index), &mut out).then_some(out)
     }
 
-    /// Sets the descriptor of a slot: its magic last, so that a disowned block stays disowned until
-    /// the descriptor of the next one is whole.
+    /// Sets the descriptor of a slot whose bytes are in place: its magic last, so that it is whole
+    /// or is none, whenever the daemon ends. If the block was disowned while it was copied here, it
+    /// stays disowned.
+    ///
+    /// # Errors
+    /// For what is no slot.
+    pub fn seal(&self, slot: SlotId, descriptor: &[u8; DESCRIPTOR_BYTES]) -> Result<(), SlotError> {
+        self.write_descriptor(slot, descriptor, true)
+    }
+
+    /// Sets the descriptor of a slot, its magic last, whatever it has been: a mark ends.
     ///
     /// # Errors
     /// For what is no slot.
@@ -335,25 +348,41 @@ impl Arena {
         slot: SlotId,
         descriptor: &[u8; DESCRIPTOR_BYTES],
     ) -> Result<(), SlotError> {
+        self.write_descriptor(slot, descriptor, false)
+    }
+
+    fn write_descriptor(
+        &self,
+        slot: SlotId,
+        descriptor: &[u8; DESCRIPTOR_BYTES],
+        mark_stays: bool,
+    ) -> Result<(), SlotError> {
         let (slab, index, _) = self.place(slot)?;
         let at = self.descriptor_offset(slab, index);
         let (magic, rest) = descriptor.split_at(MAGIC_BYTES);
         self.descriptors.copy_in(at + MAGIC_BYTES as u64, rest);
         fence(Ordering::Release);
-        self.descriptors.copy_in(at, magic);
+        let _marks = self.marks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut found = [0; MAGIC_BYTES];
+        let marked = self.descriptors.copy_out(at, &mut found) && found == DISOWNED;
+        if !(marked && mark_stays) {
+            self.descriptors.copy_in(at, magic);
+        }
         Ok(())
     }
 
     /// Marks the descriptor of a slot, so that no next daemon takes its block over; operations that
-    /// read the slot go on ([`crate::block::Descriptor::decode_in_use`]). It is one byte: the mark
-    /// is there or is not, whenever the daemon ends. The next descriptor of the slot ends it.
+    /// read the slot go on ([`crate::block::Descriptor::decode_in_use`]). In a whole descriptor one
+    /// byte changes: the mark is there or is not, whenever the daemon ends. A slot that is still
+    /// being filled has the mark before it has the rest. [`Arena::set_descriptor`] ends it, and so
+    /// does a new binding.
     ///
     /// # Errors
     /// For what is no slot.
     pub fn disown(&self, slot: SlotId) -> Result<(), SlotError> {
         let (slab, index, _) = self.place(slot)?;
-        let (offset, byte) = DISOWN;
-        self.descriptors.copy_in(self.descriptor_offset(slab, index) + offset, &[byte]);
+        let _marks = self.marks.lock().unwrap_or_else(PoisonError::into_inner);
+        self.descriptors.copy_in(self.descriptor_offset(slab, index), &DISOWNED);
         Ok(())
     }
 
@@ -741,6 +770,52 @@ mod tests {
         assert_eq!(arena.descriptor(arena.slot(1, 3).unwrap()), Some([20; 256]));
         assert_eq!(arena.descriptor(SlotId(1)), None);
         assert!(arena.set_descriptor(SlotId(1), &[0; 256]).is_err());
+    }
+
+    #[test]
+    fn a_mark_stays_when_the_slot_is_sealed_and_ends_when_it_is_voided() {
+        let arena = Arena::create(u64::from(SLAB), SLAB).unwrap();
+        arena.bind_slab(0, 4096).unwrap();
+        let (first, second) = (arena.slot(0, 1).unwrap(), arena.slot(0, 2).unwrap());
+        let mut whole = [7; DESCRIPTOR_BYTES];
+        whole[..MAGIC_BYTES].copy_from_slice(b"KVTd");
+        let mut marked = whole;
+        marked[..MAGIC_BYTES].copy_from_slice(&DISOWNED);
+        // Before it is sealed, and after.
+        arena.disown(first).unwrap();
+        arena.seal(first, &whole).unwrap();
+        arena.seal(second, &whole).unwrap();
+        assert_eq!(arena.descriptor(second), Some(whole));
+        arena.disown(second).unwrap();
+        for slot in [first, second] {
+            assert_eq!(arena.descriptor(slot), Some(marked));
+            arena.set_descriptor(slot, &[0; DESCRIPTOR_BYTES]).unwrap();
+            arena.seal(slot, &whole).unwrap();
+            assert_eq!(arena.descriptor(slot), Some(whole));
+        }
+        assert!(arena.seal(SlotId(SLAB), &whole).is_err());
+    }
+
+    /// Whichever comes first, in each of many slots.
+    #[test]
+    fn a_mark_is_not_lost_to_a_thread_that_seals_meanwhile() {
+        let arena = Arena::create(u64::from(SLAB), SLAB).unwrap();
+        arena.bind_slab(0, 4096).unwrap();
+        let slots: Vec<SlotId> = (0..16).map(|index| arena.slot(0, index).unwrap()).collect();
+        let mut whole = [7; DESCRIPTOR_BYTES];
+        whole[..MAGIC_BYTES].copy_from_slice(b"KVTd");
+        for _ in 0..100 {
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    slots.iter().for_each(|slot| arena.seal(*slot, &whole).unwrap());
+                });
+                slots.iter().for_each(|slot| arena.disown(*slot).unwrap());
+            });
+            for slot in &slots {
+                assert_eq!(arena.descriptor(*slot).unwrap()[..MAGIC_BYTES], DISOWNED);
+                arena.set_descriptor(*slot, &[0; DESCRIPTOR_BYTES]).unwrap();
+            }
+        }
     }
 
     #[test]

@@ -36,6 +36,9 @@ pub(super) enum Disowning {
     /// Not at all.
     #[cfg(test)]
     Skips,
+    /// Not if its slot is still being filled.
+    #[cfg(test)]
+    SkipsFills,
 }
 
 /// A block in a slot.
@@ -48,7 +51,7 @@ pub(super) struct Held {
     pub(super) entry: Entry,
     /// It was forgotten or reported bad while it was here.
     pub(super) forgotten: bool,
-    /// The catalog gave it up: the slot is only still read.
+    /// The catalog gave it up: the slot is only still read, or its fill's end is still to be told.
     pub(super) disowned: bool,
 }
 
@@ -56,6 +59,22 @@ impl Held {
     /// A block that was just copied here, and its descriptor.
     pub(super) fn new(block: Id, tag: u64, descriptor: Descriptor, forgotten: bool) -> Held {
         Held { block, tag, descriptor, entry: Entry::Whole, forgotten, disowned: false }
+    }
+
+    /// `filled`: while its slot was still being filled.
+    fn disown(&mut self, disowning: Disowning, filled: bool) {
+        self.disowned = true;
+        match (disowning, filled) {
+            #[cfg(test)]
+            (Disowning::Voids, false) => self.entry = Entry::Void,
+            #[cfg(test)]
+            (Disowning::Skips, _) | (Disowning::SkipsFills, true) => {}
+            #[cfg(test)]
+            (Disowning::Voids, true) | (Disowning::SkipsFills, false) => {
+                self.entry = Entry::Disowned;
+            }
+            (Disowning::Marks, _) => self.entry = Entry::Disowned,
+        }
     }
 
     /// Whether it has the descriptor of this block, as everybody compares it who copies from a
@@ -73,12 +92,14 @@ impl Held {
 pub(super) struct Slot {
     pub(super) held: Option<Held>,
     pub(super) filling: bool,
+    /// The catalog gave up what it is filled with.
+    pub(super) disowned: bool,
     pub(super) readers: u32,
 }
 
 impl Slot {
     pub(super) fn in_use(&self) -> bool {
-        self.held.is_some() || self.filling || self.readers > 0
+        self.held.is_some() || self.filling || self.disowned || self.readers > 0
     }
 }
 
@@ -191,9 +212,13 @@ impl Media {
 
     /// A fill ended; `held`: what is there now.
     pub(super) fn end_fill(&mut self, place: SlotPlace, held: Option<Held>) {
+        let disowning = self.disowning;
         let slot = self.slot(place);
         slot.filling = false;
         slot.held = held;
+        if let Some(held) = slot.held.as_mut().filter(|_| slot.disowned) {
+            held.disown(disowning, true);
+        }
     }
 
     /// Somebody begins to read a slot, which must hold this block.
@@ -216,28 +241,25 @@ impl Media {
     /// A slot of host RAM is free.
     pub(super) fn clear(&mut self, slot: SlotId) -> Result<(), Complaint> {
         let state = self.host.entry(slot).or_default();
-        state.held = None;
+        (state.held, state.disowned) = (None, false);
         if state.in_use() {
             return Err(format!("{slot:?} is given back while it is in use: {state:?}"));
         }
         Ok(())
     }
 
-    /// The block in a slot of host RAM is given up, and its bytes are still read.
+    /// The block in a slot of host RAM is given up, and the slot is still read or filled.
     pub(super) fn disown(&mut self, slot: SlotId) -> Result<(), Complaint> {
         let disowning = self.disowning;
         let state = self.host.entry(slot).or_default();
+        if state.filling && !state.disowned {
+            state.disowned = true;
+            return Ok(());
+        }
         let Some(held) = state.held.as_mut().filter(|held| !held.disowned) else {
             return Err(format!("{slot:?} is disowned and has no block that is owned: {state:?}"));
         };
-        held.disowned = true;
-        match disowning {
-            Disowning::Marks => held.entry = Entry::Disowned,
-            #[cfg(test)]
-            Disowning::Voids => held.entry = Entry::Void,
-            #[cfg(test)]
-            Disowning::Skips => {}
-        }
+        held.disown(disowning, false);
         Ok(())
     }
 

@@ -62,15 +62,19 @@ impl World {
         let pending = std::mem::take(&mut self.pending);
         let mut excused = BTreeSet::new();
         for one in pending {
-            let reached_the_device = self.dice.percent(50);
+            let carried_out = self.dice.percent(50);
             match one.job {
-                Job::Open { segment, sequence } if reached_the_device => {
+                // It ended, with the slot's descriptor in place, and nobody heard of it.
+                Job::Gather { .. } | Job::Demote { .. } | Job::Read { .. } if carried_out => {
+                    drop(self.finish(one, None));
+                }
+                Job::Open { segment, sequence } if carried_out => {
                     self.media.write_header(segment, sequence);
                 }
-                Job::Void { segment } if reached_the_device => self.media.write_header(segment, 0),
+                Job::Void { segment } if carried_out => self.media.write_header(segment, 0),
                 Job::Void { segment } | Job::Open { segment, .. } => self.excuse_segment(segment),
                 Job::Erase { segment, sequence, index } => {
-                    if reached_the_device {
+                    if carried_out {
                         self.media.erase(segment, sequence, index);
                     } else {
                         self.excuse_segment(segment);
@@ -80,6 +84,7 @@ impl World {
                 _ => {}
             }
         }
+        self.just_read = None;
         self.stuck.clear();
         self.refused.clear();
         excused.into_iter().for_each(|namespace| self.media.excuse(namespace));

@@ -26,10 +26,11 @@ fn seeds_are_clean() {
 
 /// Each of these found something once: a forgotten block whose slot was still written from came
 /// back from kept RAM; a segment was reclaimed with the last good copy of a pinned block, whose
-/// slot of bad bytes was still read; an idle node that had once found no room reclaimed for ever.
+/// slot of bad bytes was still read; an idle node that had once found no room reclaimed for ever;
+/// a block that was forgotten while its slot was still filled came back from kept RAM.
 #[test]
 fn seeds_that_found_something_are_clean() {
-    for seed in [21, 279, 1491, 2158, 2493, 3400, 4268, 4431] {
+    for seed in [21, 31, 279, 345, 1491, 2158, 2493, 3400, 4268, 4431] {
         simulate(seed).unwrap_or_else(|failure| panic!("{failure}"));
     }
 }
@@ -91,6 +92,12 @@ fn a_descriptor_that_goes_before_its_readers_is_found() {
 #[test]
 fn a_block_that_was_given_up_and_is_taken_over_is_found() {
     let complaint = found_in_edge(Disowning::Skips);
+    assert!(complaint.contains("was disowned, and is taken over"), "{complaint}");
+}
+
+#[test]
+fn a_block_that_was_given_up_while_it_was_copied_and_is_taken_over_is_found() {
+    let complaint = found_in_edge(Disowning::SkipsFills);
     assert!(complaint.contains("was disowned, and is taken over"), "{complaint}");
 }
 
