@@ -170,6 +170,8 @@ pub(crate) struct Measured {
     parts: [MeasuredPart; 3],
     /// The client, or what it asked for, is to blame for what went wrong.
     void: bool,
+    /// Bytes came when nobody waited for them any more.
+    unawaited: bool,
 }
 
 /// The blocks of one tier in a load.
@@ -610,7 +612,8 @@ impl Catalog {
         judged.prefill.factors()?;
         let (blocks, parts) = (Vec::with_capacity(keys.size_hint().0), Default::default());
         let started = self.now;
-        let mut measured = Measured { namespace, started, blocks, parts, void: false };
+        let (void, unawaited) = (false, false);
+        let mut measured = Measured { namespace, started, blocks, parts, void, unawaited };
         let mut bytes = 0;
         for key in keys {
             let index = self.table.find(namespace, &key);
@@ -661,10 +664,15 @@ impl Catalog {
             let charged = end.0.saturating_sub(before.0);
             before = before.max(end);
             let net = part.compute_us - charged as f64;
+            // Whoever gave up would have lost by waiting, or it says nothing about the tier.
+            let counts = !measured.unawaited || net < 0.0;
             let took_us = end.0.saturating_sub(measured.started.0).max(1) as f64;
             let arbiter = &mut self.arbiter;
             if let Some(line) = arbiter.loads.get_mut(at(tier)).filter(|_| part.is_whole()) {
                 line.note(self.now, part.bytes + part.ahead, 1.0, took_us);
+            }
+            if !counts {
+                continue;
             }
             if let Some(total) = arbiter.totals.get_mut(at(tier)) {
                 total.loads += 1;
@@ -686,18 +694,17 @@ impl Measured {
             return;
         };
         part.ended = Some(now);
+        self.unawaited |= outcome == Outcome::Missed(MissReason::LeaseExpired);
         match outcome {
-            Outcome::Loaded(_) => {
+            // Without the lease they would have been loaded: what it took is known.
+            Outcome::Loaded(_) | Outcome::Missed(MissReason::LeaseExpired) => {
                 part.loaded += 1;
                 part.compute_us += f64::from(us);
             }
             // Not the tier's fault.
-            Outcome::Missed(
-                MissReason::Gone
-                | MissReason::Lease
-                | MissReason::LeaseExpired
-                | MissReason::Layout,
-            ) => self.void = true,
+            Outcome::Missed(MissReason::Gone | MissReason::Lease | MissReason::Layout) => {
+                self.void = true;
+            }
             _ => {}
         }
     }

@@ -79,13 +79,28 @@ impl Bench {
             }
             self.edge.ask(Request::Release { lease });
         }
+        self.push_out(number);
+        found
+    }
+
+    /// As a turn, but the engine gives up before anything has come.
+    fn give_up(&mut self, keys: &[BlockKey], number: u32) {
+        let lease = self.edge.lookup(keys.to_vec(), 60_000).lease.unwrap();
+        let ticket = self.edge.load(keys, lease);
+        self.edge.ask(Request::Release { lease });
+        self.settle();
+        let missed = |outcome: &Outcome| *outcome == Outcome::Missed(MissReason::LeaseExpired);
+        assert!(self.edge.outcomes(ticket).iter().all(missed));
+        self.push_out(number);
+    }
+
+    fn push_out(&mut self, number: u32) {
         self.edge.now += 50_000;
         for filler in 0..4 {
             self.edge.store(&chain(100_000 + number * 4 + filler, 8), 0);
             self.settle();
         }
         self.edge.catalog.check();
-        found
     }
 
     fn worth(&mut self, tier: Tier) -> TierWorth {
@@ -218,6 +233,25 @@ fn loads_that_take_longer_than_the_window_are_judged_all_the_same() {
         bench.worth(Tier::Nvme).namespaces_withheld == 0
     });
     assert!(slow.count() < 4, "{:?}", bench.worth(Tier::Nvme));
+}
+
+#[test]
+fn a_load_that_was_given_up_counts_against_a_slow_tier_and_not_for_one_that_is_well() {
+    let mut bench = Bench::new(ArbiterConfig::default());
+    let keys = bench.on_nvme(1, 8);
+    bench.report(1000);
+    for number in 0..4 {
+        bench.give_up(&keys, number);
+    }
+    let well = bench.worth(Tier::Nvme);
+    assert_eq!((well.loads, well.saved_us, well.lost_us), (0, 0, 0));
+    bench.read_us = 100_000;
+    let slow = (4..20).take_while(|number| {
+        bench.give_up(&keys, *number);
+        bench.worth(Tier::Nvme).namespaces_withheld == 0
+    });
+    assert!(slow.count() < 4, "{:?}", bench.worth(Tier::Nvme));
+    assert!(bench.worth(Tier::Nvme).lost_us > 0);
 }
 
 #[test]
