@@ -54,6 +54,9 @@ pub struct Loaded {
     pub nvme: usize,
     /// Blocks that the daemon said it has, and that did not come or were not good.
     pub missed: usize,
+    /// Blocks that the daemon said it has, those that the engine has itself included. Fewer are
+    /// loaded where it advises to compute the others.
+    pub offered: usize,
 }
 
 impl Loaded {
@@ -166,6 +169,7 @@ impl BlockCache {
         let Lookup::Hit(Hit { blocks, advice, lease: Some(lease), .. }) = found else {
             return loaded;
         };
+        loaded.offered = blocks;
         let advised = usize::try_from(advice.load).unwrap_or(usize::MAX);
         let blocks = if self.options.advised { blocks.min(advised) } else { blocks };
         let half = usize::try_from(PLACES / 2).unwrap_or(1);
@@ -187,7 +191,10 @@ impl BlockCache {
         for (at, batch) in batches.iter().enumerate() {
             let Some((ticket, list)) = next.take() else { break };
             let outcomes = self.wait(ticket, until);
-            next = batches.get(at + 1).map(|batch| start(at + 1, batch.clone()));
+            // Behind a block that did not come, nothing is of use.
+            let all = outcomes.iter().all(|outcome| matches!(outcome, Outcome::Loaded(_)));
+            let following = batches.get(at + 1).filter(|_| all);
+            next = following.map(|batch| start(at + 1, batch.clone()));
             for ((block, outcome), place) in batch.clone().zip(outcomes).zip(&list) {
                 let good = matches!(outcome, Outcome::Loaded(_))
                     && attached.region.read_block(place.place, &mut bytes).is_ok()

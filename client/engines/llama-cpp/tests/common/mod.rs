@@ -3,9 +3,11 @@
 
 #![allow(dead_code, reason = "each test program uses a part of it")]
 
+use std::ffi::OsString;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -72,18 +74,39 @@ pub(crate) struct Daemon {
     child: Child,
     program: PathBuf,
     folder: TempDir,
-    host: &'static str,
+    options: Vec<OsString>,
 }
 
 impl Daemon {
     /// Starts one with so much host RAM (`64MiB`).
-    pub(crate) fn start(host: &'static str) -> Daemon {
+    pub(crate) fn start(host: &str) -> Daemon {
+        Daemon::start_with(&["--host-bytes", host, "--nvme-bytes", "512MiB"], "", false)
+    }
+
+    /// Starts one of these sizes and with this configuration. With `slowed`, its reads from nvme
+    /// are late by what [`Daemon::delay_reads`] says.
+    pub(crate) fn start_with(sizes: &[&str], config: &str, slowed: bool) -> Daemon {
         let program = kvtided();
         let folder = tempfile::Builder::new().prefix("kvtide-").tempdir().unwrap();
-        let child = spawn(&program, folder.path(), host);
-        let daemon = Daemon { child, program, folder, host };
+        let mut options: Vec<OsString> = sizes.iter().map(OsString::from).collect();
+        let file = folder.path().join("kvtided.toml");
+        std::fs::write(&file, config).unwrap();
+        options.extend(["--config".into(), file.into()]);
+        if slowed {
+            let file = folder.path().join("read-delay");
+            options.extend(["--fault-read-delay".into(), file.into()]);
+        }
+        let child = spawn(&program, folder.path(), &options);
+        let daemon = Daemon { child, program, folder, options };
         daemon.wait_serving();
         daemon
+    }
+
+    /// From now on, each read from nvme takes so much longer.
+    pub(crate) fn delay_reads(&self, by: Duration) {
+        let (file, new) = (self.path("read-delay"), self.path("read-delay.new"));
+        std::fs::write(&new, by.as_millis().to_string()).unwrap();
+        std::fs::rename(&new, &file).unwrap();
     }
 
     /// A path in its folder.
@@ -113,7 +136,7 @@ impl Daemon {
 
     /// Starts it again after that.
     pub(crate) fn restart(&mut self) {
-        self.child = spawn(&self.program, self.folder.path(), self.host);
+        self.child = spawn(&self.program, self.folder.path(), &self.options);
         self.wait_serving();
     }
 
@@ -133,12 +156,14 @@ impl Daemon {
         }
     }
 
-    /// Stores other people's conversations, of blocks of this size, until so many are in.
+    /// Stores other people's conversations, of blocks of this size, until so many are in. Each call
+    /// stores others.
     pub(crate) fn push_out(&self, block_bytes: usize, blocks: u32, like: &Namespace) {
+        static CALLS: AtomicU32 = AtomicU32::new(0);
         self.wait_written();
         let client = self.client();
         let mut other = like.clone();
-        other.salt = "others".to_owned();
+        other.salt = format!("others {}", CALLS.fetch_add(1, Ordering::Relaxed));
         let space = client.open_namespace(&NamespaceSpec::own(other)).unwrap();
         let region = client.create_region(RegionLayout::opaque(1, block_bytes as u64)).unwrap();
         let tokens = like.layout.tokens_per_block;
@@ -198,12 +223,12 @@ impl Drop for Daemon {
     }
 }
 
-fn spawn(program: &Path, folder: &Path, host: &str) -> Child {
+fn spawn(program: &Path, folder: &Path, options: &[OsString]) -> Child {
     let log = File::create(folder.join("log")).unwrap();
     let mut command = Command::new(program);
     command.arg("--socket").arg(folder.join("kvtide.sock"));
     command.arg("--store").arg(folder.join("store"));
-    command.args(["--host-bytes", host, "--nvme-bytes", "512MiB", "--segment-bytes", "16MiB"]);
-    command.args(["--metrics", "off"]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+    command.args(options).args(["--segment-bytes", "16MiB", "--metrics", "off"]);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
     command.spawn().unwrap()
 }

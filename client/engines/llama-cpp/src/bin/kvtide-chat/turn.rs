@@ -91,6 +91,7 @@ impl Turn {
             "host_tokens": loaded.host * self.block_tokens,
             "nvme_tokens": loaded.nvme * self.block_tokens,
             "computed_tokens": self.prefill.computed,
+            "offered_blocks": loaded.offered,
             "missed_blocks": loaded.missed,
             "loaded_bytes": loaded.blocks() * self.block_bytes,
             "load_ms": ms(self.prefill.load),
