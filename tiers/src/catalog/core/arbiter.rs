@@ -170,7 +170,7 @@ pub(crate) struct Measured {
     parts: [MeasuredPart; 3],
     /// The client, or what it asked for, is to blame for what went wrong.
     void: bool,
-    /// Bytes came when nobody waited for them any more.
+    /// The client gave up, or went away, before all had come.
     unawaited: bool,
 }
 
@@ -664,7 +664,7 @@ impl Catalog {
             let charged = end.0.saturating_sub(before.0);
             before = before.max(end);
             let net = part.compute_us - charged as f64;
-            // Whoever gave up would have lost by waiting, or it says nothing about the tier.
+            // Who gave up had lost by then or would have by waiting, or it says nothing of the tier.
             let counts = !measured.unawaited || net < 0.0;
             let took_us = end.0.saturating_sub(measured.started.0).max(1) as f64;
             let arbiter = &mut self.arbiter;
@@ -694,17 +694,24 @@ impl Measured {
             return;
         };
         part.ended = Some(now);
-        self.unawaited |= outcome == Outcome::Missed(MissReason::LeaseExpired);
         match outcome {
-            // Without the lease they would have been loaded: what it took is known.
-            Outcome::Loaded(_) | Outcome::Missed(MissReason::LeaseExpired) => {
+            Outcome::Loaded(_) => {
                 part.loaded += 1;
                 part.compute_us += f64::from(us);
             }
-            // Not the tier's fault.
-            Outcome::Missed(MissReason::Gone | MissReason::Lease | MissReason::Layout) => {
-                self.void = true;
+            // With the lease it would have been loaded: what that took is known.
+            Outcome::Missed(MissReason::LeaseExpired) => {
+                part.loaded += 1;
+                part.compute_us += f64::from(us);
+                self.unawaited = true;
             }
+            // It had not come by now.
+            Outcome::Missed(MissReason::Gone) => {
+                part.compute_us += f64::from(us);
+                self.unawaited = true;
+            }
+            // Not the tier's fault.
+            Outcome::Missed(MissReason::Lease | MissReason::Layout) => self.void = true,
             _ => {}
         }
     }

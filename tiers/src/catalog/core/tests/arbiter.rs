@@ -83,6 +83,18 @@ impl Bench {
         found
     }
 
+    /// As a turn, but the client is gone before anything has come.
+    fn go_away(&mut self, keys: &[BlockKey], number: u32) {
+        let lease = self.edge.lookup(keys.to_vec(), 60_000).lease.unwrap();
+        self.edge.load(keys, lease);
+        self.edge.now += keys.len() as u64 * self.read_us;
+        let session = self.edge.session();
+        self.edge.event(Event::SessionClosed { session });
+        self.settle();
+        self.edge.connect();
+        self.push_out(number);
+    }
+
     /// As a turn, but the engine gives up before anything has come.
     fn give_up(&mut self, keys: &[BlockKey], number: u32) {
         let lease = self.edge.lookup(keys.to_vec(), 60_000).lease.unwrap();
@@ -237,21 +249,23 @@ fn loads_that_take_longer_than_the_window_are_judged_all_the_same() {
 
 #[test]
 fn a_load_that_was_given_up_counts_against_a_slow_tier_and_not_for_one_that_is_well() {
-    let mut bench = Bench::new(ArbiterConfig::default());
-    let keys = bench.on_nvme(1, 8);
-    bench.report(1000);
-    for number in 0..4 {
-        bench.give_up(&keys, number);
+    for end in [Bench::give_up, Bench::go_away] {
+        let mut bench = Bench::new(ArbiterConfig::default());
+        let keys = bench.on_nvme(1, 8);
+        bench.report(1000);
+        for number in 0..4 {
+            end(&mut bench, &keys, number);
+        }
+        let well = bench.worth(Tier::Nvme);
+        assert_eq!((well.loads, well.saved_us, well.lost_us), (0, 0, 0));
+        bench.read_us = 100_000;
+        let slow = (4..20).take_while(|number| {
+            end(&mut bench, &keys, *number);
+            bench.worth(Tier::Nvme).namespaces_withheld == 0
+        });
+        assert!(slow.count() < 4, "{:?}", bench.worth(Tier::Nvme));
+        assert!(bench.worth(Tier::Nvme).lost_us > 0);
     }
-    let well = bench.worth(Tier::Nvme);
-    assert_eq!((well.loads, well.saved_us, well.lost_us), (0, 0, 0));
-    bench.read_us = 100_000;
-    let slow = (4..20).take_while(|number| {
-        bench.give_up(&keys, *number);
-        bench.worth(Tier::Nvme).namespaces_withheld == 0
-    });
-    assert!(slow.count() < 4, "{:?}", bench.worth(Tier::Nvme));
-    assert!(bench.worth(Tier::Nvme).lost_us > 0);
 }
 
 #[test]
