@@ -1,4 +1,5 @@
-//! A tenant that floods the cache beside one whose requests were recorded: at its hard quota it does
+//! A tenant that floods the cache beside one whose requests were recorded: at its hard quota it
+//! does
 //! not lower the other one's hits, whatever it stores.
 
 #![forbid(unsafe_code)]

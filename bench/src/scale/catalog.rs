@@ -190,6 +190,7 @@ pub(super) fn measure(args: &CatalogArgs) -> anyhow::Result<Value> {
         device: None,
         host: (host_blocks * BLOCK_BYTES).max(256 << 20),
         nvme: Some(nvme / PAGE_BYTES * PAGE_BYTES),
+        segment: None,
         block: BLOCK_BYTES,
         write_bytes_per_day: None,
         second: OwnerQuotas::default(),

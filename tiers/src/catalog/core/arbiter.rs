@@ -664,7 +664,8 @@ impl Catalog {
             let charged = end.0.saturating_sub(before.0);
             before = before.max(end);
             let net = part.compute_us - charged as f64;
-            // Who gave up had lost by then or would have by waiting, or it says nothing of the tier.
+            // Who gave up had lost by then or would have by waiting, or it says nothing of the
+            // tier.
             let counts = !measured.unawaited || net < 0.0;
             let took_us = end.0.saturating_sub(measured.started.0).max(1) as f64;
             let arbiter = &mut self.arbiter;

@@ -142,8 +142,8 @@ pub(crate) struct Quotas {
     holes: HashMap<u64, u32>,
     over_soft: PerTier<BTreeSet<Owner>>,
     over_hard: PerTier<BTreeSet<Owner>>,
-    /// For each log of segments beside the first one: the hard quotas of the tenants who write there,
-    /// bytes. Empty where nobody has a limit.
+    /// For each log of segments beside the first one: the hard quotas of the tenants who write
+    /// there, bytes. Empty where nobody has a limit.
     logs: Vec<u64>,
     /// Owners that soon need room in host RAM: their blocks must be on nvme to leave.
     tight: BTreeSet<Owner>,

@@ -8,8 +8,9 @@
 //! or for an arena of another size, is refused as a whole.
 //!
 //! A block that is given up while its slot is still read or filled is disowned: one byte of its
-//! descriptor's magic is changed ([`Arena::disown`](super::Arena::disown)). Daemons from before that mark refuse
-//! such a descriptor, too, as they do any with another magic, so the version is the same.
+//! descriptor's magic is changed ([`Arena::disown`](super::Arena::disown)). Daemons from before
+//! that mark refuse such a descriptor, too, as they do any with another magic, so the version is
+//! the same.
 
 use std::io;
 use std::os::fd::OwnedFd;

@@ -59,9 +59,9 @@ impl Catalog {
         self.quotas.writing(namespace, number, bytes, begins);
     }
 
-    /// The log of segments that the block is written to: the first one, or that of its tenant, which
-    /// gets one when it holds a quarter of its hard quota. At the quota its writes leave as many dead
-    /// bytes behind, which are nobody else's concern.
+    /// The log of segments that the block is written to: the first one, or that of its tenant,
+    /// which gets one when it holds a quarter of its hard quota. At the quota its writes leave as
+    /// many dead bytes behind, which are nobody else's concern.
     pub(in super::super) fn log_of(&mut self, index: u32) -> usize {
         if self.quotas.logs.is_empty() {
             return 0;
