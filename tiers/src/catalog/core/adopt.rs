@@ -22,8 +22,9 @@ impl Catalog {
     /// before any event. Answers the slots that are in use from now on; all others are free.
     ///
     /// A block that is on nvme with the same bytes is clean; every other one is dirty. Left out are
-    /// a second copy of a block, one whose copy on nvme has other bytes, and what does not fit the
-    /// way its slab is cut.
+    /// a second copy of a block, one whose copy on nvme has other bytes or is another
+    /// conversation's (forgetting the one would leave the other), and what does not fit the way its
+    /// slab is cut.
     pub fn adopt(&mut self, slabs: &[AdoptedSlab]) -> Vec<SlotId> {
         let mut adopted = Vec::new();
         for found in slabs {
@@ -66,7 +67,8 @@ impl Catalog {
         let block = self.table.get(index);
         if !block.is_ghost() {
             let same = block.host == HostCopy::Absent
-                && (block.raw_bytes, block.raw_sum) == (found.raw_bytes, found.raw_sum);
+                && (block.raw_bytes, block.raw_sum) == (found.raw_bytes, found.raw_sum)
+                && block.conversation == found.session;
             return same.then_some(index);
         }
         self.learn(index, &new, found);

@@ -279,7 +279,7 @@ impl Catalog {
     pub(crate) fn begin_fill(&mut self, index: u32, place: SlotPlace, source: FillSource) {
         let was_ghost = self.table.get(index).is_ghost();
         let block = self.table.get_mut(index);
-        if source != FillSource::Nvme {
+        if source == FillSource::Client {
             block.set_reinserted(false);
         }
         match place {
@@ -306,6 +306,11 @@ impl Catalog {
             self.host.tier.remove(index, bytes);
             self.release_host(index, slot);
             self.table.get_mut(index).host = HostCopy::Absent;
+            if self.is_under_reclaim(index) {
+                // Its segment waits for it.
+                self.table.get_mut(index).set_reinserted(true);
+                self.queue_fetch(index, false);
+            }
         }
     }
 

@@ -376,6 +376,7 @@ impl Catalog {
             }
             self.start_read(index, slot, location.segment, false);
         }
+        self.give_up_reinsertions(&full);
         // Whose owner is over its quota waits behind the others.
         for (index, urgent) in over {
             self.queue_fetch(index, urgent);
@@ -388,17 +389,40 @@ impl Catalog {
         }
     }
 
+    /// There is no room for blocks of these sizes, and those that clients wait for come first: the
+    /// next ones that would only be written again are given up now, or the segments that they are
+    /// in might never be clean, and nothing be written to make room.
+    fn give_up_reinsertions(&mut self, full: &[u32]) {
+        for _ in 0..self.flow.lazy.len().min(DEFERRED_MAX) {
+            let Some(index) = self.flow.lazy.pop_front() else { return };
+            let Some(block) = self.table.live(index) else { continue };
+            let alone = block.is_reinserted()
+                && block.pins == 0
+                && block.host == HostCopy::Absent
+                && !self.flow.is_awaited(index);
+            if alone && full.contains(&block.raw_bytes) && self.is_under_reclaim(index) {
+                self.table.get_mut(index).set_queued(false);
+                self.no_room(index, false);
+            } else {
+                self.flow.lazy.push_back(index);
+            }
+        }
+    }
+
     /// The next block whose read somebody still wants.
     fn next_fetch(&mut self) -> Option<(u32, bool)> {
         loop {
-            let (index, urgent) = match self.flow.urgent.pop_front() {
+            let (index, mut urgent) = match self.flow.urgent.pop_front() {
                 Some(index) => (index, true),
                 None => (self.flow.lazy.pop_front()?, false),
             };
             if self.table.live(index).is_none() {
                 continue;
             }
-            let wanted = self.flow.is_awaited(index) || self.table.get(index).is_reinserted();
+            let awaited = self.flow.is_awaited(index);
+            // Who queued it may wait no longer.
+            urgent &= awaited;
+            let wanted = awaited || self.table.get(index).is_reinserted();
             self.table.get_mut(index).set_queued(false);
             let block = self.table.get(index);
             let readable = matches!(block.nvme, NvmeCopy::Resident(_)) && self.nvme_usable();
@@ -527,12 +551,12 @@ impl Catalog {
         let block = self.table.get_mut(index);
         block.host = HostCopy::Resident { slot, users: 0 };
         self.host.bytes_in += u64::from(block.raw_bytes);
-        let reinserted = block.is_reinserted();
-        block.set_reinserted(reinserted && !self.flow.is_awaited(index));
+        let alone = block.is_reinserted() && !self.flow.is_awaited(index);
+        block.set_reinserted(alone && source == FillSource::Nvme);
         self.note_copy(index, Tier::Host, true);
         self.count_in_host(index, true);
-        let block = self.table.get(index);
-        if reinserted && matches!(block.nvme, NvmeCopy::Resident(_)) {
+        // Wherever it came from: its segment waits for its copy there to go.
+        if self.is_under_reclaim(index) {
             self.counters.reinserted += 1;
             self.drop_nvme(index, false);
         } else if !matches!(self.table.get(index).nvme, NvmeCopy::Resident(_)) {

@@ -94,6 +94,8 @@ pub struct Catalog {
     trickle_bytes: u64,
     /// Before that no segment is looked for to be reclaimed, unless somebody needs room.
     reclaim_at: Timestamp,
+    /// Not even then.
+    reclaim_blocked: bool,
     table: BlockTable,
     namespaces: HashMap<NamespaceId, NamespaceInfo>,
     codecs: HashMap<NamespaceId, NamespaceCodec>,
@@ -168,6 +170,7 @@ impl Catalog {
             trickle_at: Timestamp(0),
             trickle_bytes: 0,
             reclaim_at: Timestamp(0),
+            reclaim_blocked: false,
             namespaces: HashMap::new(),
             codecs: HashMap::new(),
             devices,

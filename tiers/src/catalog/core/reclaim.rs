@@ -11,7 +11,7 @@ use super::Catalog;
 use super::copies::slot_bytes;
 use super::event::Action;
 use super::policy::Outlook;
-use super::segments::Segment;
+use super::segments::{Segment, SegmentState};
 use super::slot_tier::{Home, View};
 use super::table::{FillSource, HostCopy, NvmeCopy, step_of};
 use crate::block::page_ceil;
@@ -29,17 +29,19 @@ const SAMPLE: usize = 64;
 /// Measured on traces: with less, most of what is written is written again, and hits are no more.
 const WORTH_A_WRITE: f32 = 0.5;
 
-/// When no segment was worth reclaiming, none is looked for again for so long, milliseconds.
-const RETRY_MS: u64 = 10;
+/// When no segment was worth reclaiming, or could be, none is looked for again for so long,
+/// milliseconds.
+const RETRY_MS: u64 = 100;
 
 impl Catalog {
     /// Keeps a few clean segments ahead of the writes.
     pub(super) fn pump_reclaim(&mut self) {
         while self.nvme_usable() && self.nvme.as_ref().is_some_and(|n| n.segments.wants_clean()) {
             let starved = self.host.starved;
-            if !starved && self.now < self.reclaim_at {
+            if self.now < self.reclaim_at && (!starved || self.reclaim_blocked) {
                 return;
             }
+            self.reclaim_blocked = false;
             self.drop_over_soft();
             let Some((victim, whole)) = self.segment_to_reclaim(starved) else {
                 return;
@@ -49,6 +51,8 @@ impl Catalog {
                 return;
             }
             if self.is_last_of_pinned(victim) {
+                self.reclaim_blocked = true;
+                self.reclaim_at = self.now.plus_ms(RETRY_MS);
                 return;
             }
             if let Some(nvme) = &mut self.nvme {
@@ -186,6 +190,30 @@ impl Catalog {
             }
         }
         self.settle_segment(victim);
+    }
+
+    /// Whether the block has its copy on nvme in a segment that is being emptied.
+    pub(super) fn is_under_reclaim(&self, index: u32) -> bool {
+        let spot = self.table.get(index).spot();
+        let segments = self.nvme.as_ref().map(|nvme| &nvme.segments);
+        let state = spot.zip(segments).map(|(spot, all)| all.get(spot.segment).state);
+        state == Some(SegmentState::Reclaiming)
+    }
+
+    /// A block that a segment under reclaim waits for though nothing is to happen to it.
+    #[cfg(any(test, feature = "simulation"))]
+    pub(super) fn stuck_under_reclaim(&self) -> Option<u32> {
+        let reclaiming = self.nvme.as_ref().map(|nvme| &nvme.segments.reclaiming);
+        let blocks = reclaiming.into_iter().flatten().flat_map(|segment| self.blocks_in(*segment));
+        let mut stuck = blocks.filter(|index| {
+            let block = self.table.get(*index);
+            match block.host {
+                HostCopy::Filling { .. } => false,
+                HostCopy::Absent => !(block.is_queued() && block.is_reinserted()),
+                HostCopy::Resident { .. } | HostCopy::Draining { .. } => true,
+            }
+        });
+        stuck.next()
     }
 
     /// Whether the block was hit since it was written, or something behind it stays that is of no

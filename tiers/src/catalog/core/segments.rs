@@ -289,7 +289,8 @@ impl Segments {
     }
 
     /// Whether [`Segments::allocate`] would find space now.
-    pub(crate) fn has_space(&self, log: usize, stored_bytes: u32) -> bool {
+    pub(crate) fn has_space(&mut self, log: usize, stored_bytes: u32) -> bool {
+        self.written = true;
         let bytes = page_ceil(u64::from(stored_bytes)) as u32;
         !self.clean.is_empty() || self.open(log).is_some_and(|open| self.fits(open, bytes))
     }
@@ -413,7 +414,7 @@ impl Segments {
     pub(crate) fn least_promising(&self, gains: bool) -> Option<u32> {
         let order = |(_, one): &(u32, &Segment), (_, other): &(u32, &Segment)| {
             let last = |found: &Segment| {
-                (self.is_young(found), found.pinned > 0, gains && !self.gains(found))
+                (found.pinned > 0, self.is_young(found), gains && !self.gains(found))
             };
             let promise = one.promise.total_cmp(&other.promise);
             last(one).cmp(&last(other)).then(promise).then(one.sequence.cmp(&other.sequence))

@@ -69,6 +69,10 @@ impl Catalog {
             if self.stays_unwritten(index) {
                 return;
             }
+            // First: what is admitted costs a part of the budget.
+            if !self.has_space_for(index) {
+                return;
+            }
             if self.write_within_quota(index) && self.admit_write(index) && !self.start_write(index)
             {
                 return;
@@ -78,6 +82,12 @@ impl Catalog {
 
     fn write_bytes_max(&self) -> u64 {
         self.nvme.as_ref().map_or(0, |nvme| nvme.shape.write_bytes_in_flight)
+    }
+
+    /// Whether the segments have room for the block, as it is.
+    fn has_space_for(&mut self, index: u32) -> bool {
+        let (log, bytes) = (self.log_of(index), self.table.get(index).raw_bytes);
+        self.nvme.as_mut().is_some_and(|nvme| nvme.segments.has_space(log, bytes))
     }
 
     /// Whether the quotas of the block's owners let it be written. Otherwise it stays in host RAM
@@ -135,10 +145,6 @@ impl Catalog {
         let element = self.element_of(namespace);
         let (codec, trial) = self.codec_for(namespace);
         if codec != Codec::Raw {
-            let log = self.log_of(index);
-            if !self.nvme.as_ref().is_some_and(|nvme| nvme.segments.has_space(log, raw_bytes)) {
-                return false;
-            }
             self.begin_writing(index, bytes);
             let op = self.flow.start(self.now, Op::Encode { block: index, bytes });
             self.actions.push(Action::Encode { op, slot, raw_bytes, codec, element, trial });

@@ -339,6 +339,7 @@ impl Catalog {
         if let Some(tier) = &self.nvme {
             assert_eq!(nvme, tier.blocks, "nvme blocks");
             tier.segments.check_logs();
+            assert_eq!(self.stuck_under_reclaim(), None, "a segment waits for ever");
             for (at, bytes) in live.iter().enumerate() {
                 let segment = tier.segments.get(at as u32);
                 assert_eq!(*bytes, segment.live_bytes, "live bytes of segment {at}");

@@ -38,6 +38,9 @@ impl World {
                 lost = Some(format!("{slot:?} holds {:?}, and nobody knows", there.block));
             }
         }
+        if let Some(block) = self.catalog.stuck_under_reclaim() {
+            self.complain(format!("a segment under reclaim waits for block {block} for ever"));
+        }
         let stats = self.catalog.stats();
         if stats.host.blocks != used {
             let complaint =
