@@ -269,8 +269,17 @@ fn limits_refuse_and_do_not_queue() {
     )
     .unwrap();
     let daemon = Daemon::start(&["--config", file.to_str().unwrap()]);
-    let client = daemon.client();
-    let second = daemon.client();
+    // The session that saw the daemon start ends when the daemon sees that it has.
+    let until = Instant::now() + 5 * SECOND;
+    let connect = || {
+        loop {
+            match Client::connect(daemon.config()) {
+                Ok(client) => break client,
+                Err(error) => assert!(Instant::now() < until, "{error}"),
+            }
+        }
+    };
+    let (client, second) = (connect(), connect());
     let error = Client::connect(daemon.config()).unwrap_err();
     let ClientError::Refused { reason, message } = error else { panic!("{error}") };
     assert_eq!(reason, HelloRefusal::TooManySessions);
