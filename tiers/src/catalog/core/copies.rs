@@ -23,14 +23,18 @@ pub(crate) struct HostTier {
     pub(crate) tier: SlotTier,
     pub(crate) dirty: Dirty,
     pub(crate) dirty_bytes: u64,
-    /// Somebody found no slot since one was last taken: dirty blocks must be written whatever the
-    /// watermark says.
-    pub(crate) starved: bool,
+    /// Dirty blocks that a search for a victim passed over, when it found none or they were many,
+    /// less those written since. They must be written whatever the watermark says.
+    pub(crate) in_the_way: usize,
     pub(crate) hits: u64,
     pub(crate) evicted: u64,
     pub(crate) bytes_in: u64,
     pub(crate) bytes_out: u64,
 }
+
+/// So many dirty blocks that a search for a victim passed over are in the way: searches are bounded,
+/// and soon one would find nothing else.
+const IN_THE_WAY: usize = 512;
 
 impl HostTier {
     pub(crate) fn new(config: &CatalogConfig) -> HostTier {
@@ -38,7 +42,7 @@ impl HostTier {
             tier: SlotTier::new(config.host_bytes, config.slab_bytes, config.host_policy),
             dirty: Dirty::new(config.host_policy),
             dirty_bytes: 0,
-            starved: false,
+            in_the_way: 0,
             hits: 0,
             evicted: 0,
             bytes_in: 0,
@@ -144,6 +148,11 @@ impl Catalog {
         }
     }
 
+    /// Whether dirty blocks must be written for others to find a slot.
+    pub(crate) fn is_pressed(&self) -> bool {
+        self.host.in_the_way > 0
+    }
+
     /// A slot for the block, evicting what must leave for it. `None`: nothing may leave now.
     pub(crate) fn take_slot(&mut self, home: Home, index: u32) -> Option<SlotId> {
         let bytes = self.table.get(index).raw_bytes;
@@ -156,11 +165,8 @@ impl Catalog {
         let before = self.before_for_same_request(index);
         loop {
             if let Some(new) = self.slot_tier(home)?.allocate(class, index, before, how) {
-                if home == Home::Host {
-                    self.host.starved = false;
-                    if let Some((slab, slot_bytes)) = new.bind {
-                        self.actions.push(Action::BindSlab { slab, slot_bytes });
-                    }
+                if let (Home::Host, Some((slab, slot_bytes))) = (home, new.bind) {
+                    self.actions.push(Action::BindSlab { slab, slot_bytes });
                 }
                 return Some(new.slot);
             }
@@ -172,10 +178,7 @@ impl Catalog {
             }
             match victim {
                 Some(victim) => self.evict(home, victim),
-                None => {
-                    self.host.starved |= home == Home::Host;
-                    return None;
-                }
+                None => return None,
             }
         }
     }
@@ -213,7 +216,16 @@ impl Catalog {
                     Leave::Pinned if evicts_leased && idle(index) => Leave::Yes,
                     leave => leave,
                 };
-                self.host.tier.victim(class, &view, leave)
+                let (dirty, mut passed) = (&self.host.dirty, 0);
+                let found = self.host.tier.victim(class, &view, |index| {
+                    let leave = leave(index);
+                    passed += usize::from(leave != Leave::Yes && dirty.contains(index));
+                    leave
+                });
+                if found.is_none() || passed >= IN_THE_WAY {
+                    self.host.in_the_way = passed;
+                }
+                found
             }
             Home::Device(gpu) => {
                 let found = self.devices.get_mut(usize::from(gpu.0))?;
@@ -399,7 +411,9 @@ impl Catalog {
     /// Lists a dirty block that is not being written.
     pub(crate) fn list_dirty(&mut self, index: u32) {
         let how = use_of(&self.table, &self.reuse, index, false);
-        self.host.dirty.push(self.table.get(index).parent, index, how);
+        let (parent, tick) = (self.table.get(index).parent, self.table.get(index).used_tick());
+        let is_older = |other| tick < self.table.get(other).used_tick();
+        self.host.dirty.push(parent, index, how, is_older);
     }
 
     /// One more operation reads the block's slot.

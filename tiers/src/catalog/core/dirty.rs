@@ -23,10 +23,18 @@ impl Dirty {
 
     /// A block becomes dirty. Blocks of one path do so from the root on; they are to be written
     /// from the other end, as they leave: so it goes behind `before`, the block that precedes it.
-    pub(crate) fn push(&mut self, before: u32, block: u32, how: Use) {
-        self.used.push_behind(before, block);
+    /// One that was used before the coldest one (`is_older`) becomes the coldest.
+    pub(crate) fn push(
+        &mut self,
+        before: u32,
+        block: u32,
+        how: Use,
+        is_older: impl Fn(u32) -> bool,
+    ) {
+        let behind = |coldest: Option<u32>| coldest.filter(|at| is_older(*at)).unwrap_or(before);
+        self.used.push_behind(behind(self.used.back()), block);
         if let Some(predicted) = &mut self.predicted {
-            predicted.insert_behind(before, block, how);
+            predicted.insert_behind(behind(predicted.coldest(how.queue)), block, how);
         }
     }
 

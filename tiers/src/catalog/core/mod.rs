@@ -348,8 +348,6 @@ impl Catalog {
 
     fn expire(&mut self) {
         self.refill_trickle();
-        // Whoever still wants a slot says so again; an idle node must not reclaim for ever.
-        self.host.starved &= !self.flow.urgent.is_empty();
         self.prefills.expire(self.now);
         self.trim_quotas();
         self.climb();

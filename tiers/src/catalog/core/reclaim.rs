@@ -37,13 +37,13 @@ impl Catalog {
     /// Keeps a few clean segments ahead of the writes.
     pub(super) fn pump_reclaim(&mut self) {
         while self.nvme_usable() && self.nvme.as_ref().is_some_and(|n| n.segments.wants_clean()) {
-            let starved = self.host.starved;
-            if self.now < self.reclaim_at && (!starved || self.reclaim_blocked) {
+            let pressed = self.is_pressed();
+            if self.now < self.reclaim_at && (!pressed || self.reclaim_blocked) {
                 return;
             }
             self.reclaim_blocked = false;
             self.drop_over_soft();
-            let Some((victim, whole)) = self.segment_to_reclaim(starved) else {
+            let Some((victim, whole)) = self.segment_to_reclaim(pressed) else {
                 return;
             };
             if !self.worth_reclaiming(victim) {
@@ -67,10 +67,10 @@ impl Catalog {
     /// again: it is little, and a path's root may be in it, without which all that follows
     /// elsewhere is of no use. Where host RAM has no room for that, only a segment in which nothing
     /// can be reached is taken for being nearly empty.
-    fn segment_to_reclaim(&mut self, starved: bool) -> Option<(u32, bool)> {
+    fn segment_to_reclaim(&mut self, pressed: bool) -> Option<(u32, bool)> {
         let segments = &mut self.nvme.as_mut()?.segments;
-        if let Some(victim) = segments.of_long_log().or_else(|| segments.nearly_empty(!starved)) {
-            let whole = segments.is_nearly_empty(victim, !starved);
+        if let Some(victim) = segments.of_long_log().or_else(|| segments.nearly_empty(!pressed)) {
+            let whole = segments.is_nearly_empty(victim, !pressed);
             return Some((victim, whole));
         }
         for segment in segments.pick_to_look_at(LOWEST, IN_TURN) {
@@ -79,7 +79,7 @@ impl Catalog {
                 nvme.segments.get_mut(segment).promise = promise;
             }
         }
-        let victim = self.nvme.as_ref()?.segments.least_promising(!starved)?;
+        let victim = self.nvme.as_ref()?.segments.least_promising(!pressed)?;
         Some((victim, false))
     }
 
@@ -137,7 +137,7 @@ impl Catalog {
         let Some(nvme) = &self.nvme else {
             return false;
         };
-        self.host.starved || nvme.segments.gains(nvme.segments.get(victim))
+        self.is_pressed() || nvme.segments.gains(nvme.segments.get(victim))
     }
 
     /// Empties a segment. What is in host RAM too becomes dirty there; what is worth a write is
@@ -175,21 +175,29 @@ impl Catalog {
                 block.set_reinserted(false);
             }
         }
-        for index in blocks {
+        let stays = |index: &u32| matches!(self.table.get(*index).host, HostCopy::Resident { .. });
+        let (in_host, rest): (Vec<u32>, Vec<u32>) = blocks.into_iter().partition(stays);
+        // Those become dirty, as the coldest ones: the warmest first.
+        for index in in_host.into_iter().rev() {
+            self.evict_nvme(index);
+        }
+        for index in rest {
             let block = self.table.get_mut(index);
             match block.host {
                 HostCopy::Filling { source: FillSource::Nvme, .. } => block.set_reinserted(true),
                 HostCopy::Absent if block.is_reinserted() => self.queue_fetch(index, false),
-                _ => {
-                    if let Some(nvme) = &mut self.nvme {
-                        nvme.evicted += 1;
-                    }
-                    self.drop_nvme(index, false);
-                    self.after_loss(index);
-                }
+                _ => self.evict_nvme(index),
             }
         }
         self.settle_segment(victim);
+    }
+
+    fn evict_nvme(&mut self, index: u32) {
+        if let Some(nvme) = &mut self.nvme {
+            nvme.evicted += 1;
+        }
+        self.drop_nvme(index, false);
+        self.after_loss(index);
     }
 
     /// Whether the block has its copy on nvme in a segment that is being emptied.

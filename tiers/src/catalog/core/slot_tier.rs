@@ -178,7 +178,7 @@ impl SlotTier {
         &mut self,
         class: ClassId,
         outlook: &View<'_>,
-        leave: impl Fn(u32) -> Leave,
+        mut leave: impl FnMut(u32) -> Leave,
     ) -> Option<u32> {
         let policy = self.policies.get_mut(class)?;
         let mut all_pinned = 0;

@@ -56,6 +56,7 @@ impl Catalog {
                 None => tight.or_else(|| self.next_dirty()),
             };
             let Some(index) = next else {
+                self.host.in_the_way = 0;
                 return;
             };
             let block = self.table.get(index);
@@ -123,7 +124,7 @@ impl Catalog {
     pub(super) fn must_write_down(&self) -> bool {
         let capacity = self.host.tier.slots.capacity_bytes();
         let dirty_max = capacity - capacity / 100 * u64::from(self.config.clean_percent);
-        let pressed = self.host.starved || self.host.dirty_bytes > dirty_max;
+        let pressed = self.is_pressed() || self.host.dirty_bytes > dirty_max;
         self.drain.is_some() || pressed
     }
 
@@ -161,6 +162,7 @@ impl Catalog {
 
     fn begin_writing(&mut self, index: u32, bytes: u64) {
         self.trickle_bytes = self.trickle_bytes.saturating_sub(bytes);
+        self.host.in_the_way = self.host.in_the_way.saturating_sub(1);
         self.host.dirty.remove(index);
         self.table.get_mut(index).nvme = NvmeCopy::Writing { doomed: false };
         self.add_user(index);

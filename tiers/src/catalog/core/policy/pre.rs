@@ -15,6 +15,11 @@ use std::collections::binary_heap::PeekMut;
 use super::lists::Queues;
 use super::{About, Outlook, Policy, QUEUES, SCAN_MAX, Use};
 
+/// Blocks of one queue that a search passes over before it looks at the others. A path that is
+/// being loaded may be all that its queue holds, long, and the lowest of all, and none of it may
+/// leave.
+const PASSED_MAX: u16 = 512;
+
 /// A block that may be the victim: the last one of its queue that was not passed over. The greatest
 /// one leaves first.
 struct Candidate {
@@ -22,6 +27,8 @@ struct Candidate {
     block: u32,
     score: f32,
     about: About,
+    /// Blocks of the queue that were passed over.
+    passed: u16,
 }
 
 impl Ord for Candidate {
@@ -54,6 +61,8 @@ pub struct Pre {
     tails: Vec<Option<(u32, About)>>,
     /// Memory that one search leaves to the next.
     candidates: Vec<Candidate>,
+    aside: Vec<Candidate>,
+    moved: Vec<(u8, u32)>,
 }
 
 impl Default for Pre {
@@ -62,6 +71,8 @@ impl Default for Pre {
             queues: Queues::new(QUEUES),
             tails: vec![None; QUEUES],
             candidates: Vec::with_capacity(QUEUES),
+            aside: Vec::new(),
+            moved: Vec::new(),
         }
     }
 }
@@ -110,12 +121,19 @@ impl Policy for Pre {
         let mut heap = BinaryHeap::from(candidates);
         let found = self.search(&mut heap, outlook, may_leave);
         heap.clear();
+        self.aside.clear();
+        self.moved.clear();
         self.candidates = heap.into_vec();
         found
     }
 }
 
 impl Pre {
+    /// The least recently used block of a queue.
+    pub(crate) fn coldest(&self, queue: u8) -> Option<u32> {
+        self.queues.back(queue)
+    }
+
     fn forget_tail(&mut self, queue: u8, block: u32) {
         if let Some(tail) = self.tails.get_mut(usize::from(queue))
             && tail.as_ref().is_some_and(|(known, _)| *known == block)
@@ -136,7 +154,7 @@ impl Pre {
             }
         };
         let score = outlook.score(queue, &about);
-        Some(Candidate { queue, block, score, about })
+        Some(Candidate { queue, block, score, about, passed: 0 })
     }
 
     /// Merges the queues, coldest first, until a block may leave. One look costs a step down a heap
@@ -147,32 +165,42 @@ impl Pre {
         outlook: &dyn Outlook,
         may_leave: &mut dyn FnMut(u32) -> bool,
     ) -> Option<u32> {
-        // Every block comes by twice at most, and those that were moved to a front once more.
-        for _ in 0..SCAN_MAX.min(4 * (self.queues.len() + 1)) {
+        for _ in 0..SCAN_MAX {
+            if candidates.is_empty() {
+                candidates.extend(self.aside.drain(..));
+            }
             let mut lowest = candidates.peek_mut()?;
-            let (queue, block) = (lowest.queue, lowest.block);
-            let next = self.queues.warmer(block);
+            let Candidate { queue, block, passed, .. } = *lowest;
+            let next = self.queues.warmer(block).filter(|next| !self.is_moved(queue, *next));
             if may_leave(block) {
                 let Some(beside) = self.beside_child(block, outlook) else {
                     return Some(block);
                 };
-                // It goes to the front of a queue, where this search may meet it again: the number
-                // of looks ends that.
                 self.queues.move_front(beside, block);
                 self.forget_tail(queue, block);
+                if self.moved.iter().all(|(moved, _)| *moved != beside) {
+                    self.moved.push((beside, block));
+                }
             }
-            match next {
-                Some(block) => {
-                    let about = outlook.about(block);
-                    let score = outlook.score(queue, &about);
-                    *lowest = Candidate { queue, block, score, about };
-                }
-                None => {
-                    PeekMut::pop(lowest);
-                }
+            let Some(block) = next else {
+                PeekMut::pop(lowest);
+                continue;
+            };
+            let about = outlook.about(block);
+            let score = outlook.score(queue, &about);
+            *lowest = Candidate { queue, block, score, about, passed: passed + 1 };
+            if passed + 1 == PASSED_MAX {
+                let candidate = PeekMut::pop(lowest);
+                self.aside.push(Candidate { passed: 0, ..candidate });
             }
         }
         None
+    }
+
+    /// Whether the block is the first that this search moved to the front of the queue: what
+    /// follows it here cannot leave, and from here on all was moved.
+    fn is_moved(&self, queue: u8, block: u32) -> bool {
+        self.moved.contains(&(queue, block))
     }
 
     /// The queue of a block that follows this one and is here too.
@@ -243,6 +271,7 @@ mod tests {
             // The next one to look at of each queue.
             let mut at: Vec<Option<u32>> =
                 self.queues.iter().map(|queue| queue.back().copied()).collect();
+            let mut moved = Vec::new();
             for _ in 0..SCAN_MAX {
                 let heads = at.iter().zip(0u8..).filter_map(|(block, queue)| {
                     let about = told.about((*block)?);
@@ -255,6 +284,8 @@ mod tests {
                 let list = &self.queues[usize::from(queue)];
                 let place = list.iter().position(|other| *other == block)?;
                 let next = place.checked_sub(1).map(|warmer| list[warmer]);
+                // What has moved is not met again.
+                let next = next.filter(|next| !moved.contains(next));
                 if may_leave(block) {
                     let of_child = told.child(block).and_then(|child| {
                         let held = |list: &VecDeque<u32>| list.contains(&child);
@@ -268,11 +299,27 @@ mod tests {
                         self.take(block);
                         self.queues[beside].push_front(block);
                     }
+                    moved.push(block);
                 }
                 at[usize::from(queue)] = next;
             }
             None
         }
+    }
+
+    /// Seen on a trace of coding agents: the paths being loaded were all that the lowest queue held.
+    /// Their ends could not leave, the rest went to the front of that queue, again and again, and
+    /// the search ended without a look at the others.
+    #[test]
+    fn paths_that_cannot_leave_do_not_hide_other_queues() {
+        let (mut pre, here) = (Pre::default(), vec![1, 0, 3, 2, 5]);
+        let ticks = here.iter().copied().zip(1..).collect();
+        let told = Told { ticks, scores: [1.0, 2.0, 0.0, 0.0, 0.0], chains: true, here };
+        for block in [1, 0, 3, 2] {
+            pre.insert(block, Use::default());
+        }
+        pre.insert(5, Use { queue: 1, ..Use::default() });
+        assert_eq!(pre.victim(&told, &mut |block| block != 1 && block != 3), Some(5));
     }
 
     proptest! {
