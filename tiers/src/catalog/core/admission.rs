@@ -1,9 +1,10 @@
 //! What may be written to nvme: a budget of bytes, spent on what is likeliest to be read again.
 //!
-//! The budget is a token bucket that is filled at a steady rate and never holds more than a
-//! sixteenth of an hour's share, so that within any hour no more than an hour's share is written
-//! (a drain excepted, which is paid back later). What is offered gets a score, and the bar is set
-//! where the part of the offered bytes above it fits the rate. One verdict holds for all blocks
+//! The budget is a token bucket that is filled at a steady rate and holds a quarter of an hour's
+//! share, for bursts; and within any hour no more than an hour's share is spent (a drain excepted,
+//! which is paid back later). What is offered gets a score, and the bar is set where the part of
+//! the offered bytes above it fits the rate, and lower as the bucket fills: what does not fit it is
+//! lost. One verdict holds for all blocks
 //! that one request used last, and the budget for all of them is set aside with it: half a prefix
 //! is of no use.
 
@@ -19,8 +20,12 @@ const MEMORY_S: f64 = 600.0;
 /// Steps of a score, which lies between 0 and 1.
 const BINS: usize = 64;
 
-/// Part of an hour's share that the bucket holds: so much less is filled in within an hour.
-const BURST: f64 = 1.0 / 16.0;
+/// Part of an hour's share that the bucket holds.
+const BURST: f64 = 1.0 / 4.0;
+
+/// What was spent is remembered by the minute, for an hour and the minute under way.
+const MINUTE_US: u64 = 60_000_000;
+const MINUTES: usize = 61;
 
 /// Weights of the chance of a return, and of having been used more than once.
 const CHANCE_WEIGHT: f32 = 0.7;
@@ -28,9 +33,12 @@ const AGAIN_WEIGHT: f32 = 0.3;
 
 /// The budget of one store.
 pub(crate) struct Admission {
-    /// Bytes that may be written per second, the burst deducted.
+    /// Bytes that may be written per second.
     rate: f64,
     burst: f64,
+    /// Bytes spent in each of the last minutes, and which minute is under way.
+    spent: [f64; MINUTES],
+    minute: u64,
     /// Bytes that may be written now. Below 0 after a drain.
     tokens: f64,
     at: Timestamp,
@@ -46,9 +54,11 @@ impl Admission {
         let hour = bytes_per_day as f64 / 24.0;
         let burst = hour * BURST;
         Admission {
-            rate: (hour - burst) / 3600.0,
+            rate: hour / 3600.0,
             burst,
-            tokens: burst,
+            spent: [0.0; MINUTES],
+            minute: 0,
+            tokens: burst / 4.0,
             at: Timestamp(0),
             offered: vec![0.0; BINS],
             seconds: 0.0,
@@ -63,6 +73,7 @@ impl Admission {
             return;
         }
         self.at = now;
+        self.forget_minutes(now);
         self.tokens = (self.tokens + self.rate * seconds).min(self.burst);
         let left = (-seconds / MEMORY_S).exp();
         self.offered.iter_mut().for_each(|bytes| *bytes *= left);
@@ -71,12 +82,14 @@ impl Admission {
 
     /// Whether what is offered with this score lies above the bar.
     fn decide(&self, score: f32) -> bool {
-        let mut room = self.rate * self.seconds + self.tokens.max(0.0);
+        let left = self.left().max(0.0);
+        let full = (self.burst * 0.75 / (self.burst - left).max(1.0)).max(1.0);
+        let mut room = self.rate * self.seconds * full;
         let own = bin(score);
         for (at, bytes) in self.offered.iter().enumerate().rev() {
             if room < *bytes {
                 // The bar lies in this bin: of those in it, as many as leave half of the bucket.
-                return own > at || (own == at && self.tokens > self.burst / 2.0);
+                return own > at || (own == at && left > self.burst / 2.0);
             }
             room -= bytes;
         }
@@ -89,10 +102,39 @@ impl Admission {
         }
     }
 
+    /// Bytes that may be spent now.
+    fn left(&self) -> f64 {
+        self.tokens.min(self.rate * 3600.0 - self.spent.iter().sum::<f64>())
+    }
+
+    fn spend(&mut self, bytes: f64) {
+        self.tokens -= bytes;
+        if let Some(spent) = self.spent.get_mut(self.minute as usize % MINUTES) {
+            *spent += bytes;
+        }
+    }
+
+    /// Gives back what was spent and is not written.
+    fn give_back(&mut self, bytes: f64) {
+        self.spend(-bytes);
+        // What does not fit the bucket was for a time that is over.
+        self.tokens = self.tokens.min(self.burst);
+    }
+
+    fn forget_minutes(&mut self, now: Timestamp) {
+        let minute = now.0 / MINUTE_US;
+        for over in (self.minute + 1..=minute).take(MINUTES) {
+            if let Some(spent) = self.spent.get_mut(over as usize % MINUTES) {
+                *spent = 0.0;
+            }
+        }
+        self.minute = minute;
+    }
+
     fn take(&mut self, bytes: u64) -> bool {
-        let enough = self.tokens >= bytes as f64;
+        let enough = self.left() >= bytes as f64;
         if enough {
-            self.tokens -= bytes as f64;
+            self.spend(bytes as f64);
         }
         enough
     }
@@ -123,7 +165,7 @@ impl Catalog {
         };
         admission.advance(self.now);
         if draining {
-            admission.tokens -= bytes as f64;
+            admission.spend(bytes as f64);
             return true;
         }
         let admitted = match known {
@@ -168,8 +210,7 @@ impl Catalog {
             && waits
             && self.reuse.spend(request, bytes)
         {
-            // What does not fit the bucket was for an hour that is over.
-            admission.tokens = (admission.tokens + bytes as f64).min(admission.burst);
+            admission.give_back(bytes as f64);
         }
     }
 
@@ -219,6 +260,53 @@ mod tests {
             assert!(worse + better <= per_day / 24, "hour {at}: {worse} + {better}");
             assert!(better > per_day / 24 * 8 / 10, "hour {at}: {worse} + {better}");
             assert!(worse < better / 4, "hour {at}: {worse} + {better}");
+        }
+    }
+
+    /// Seen on a trace of coding agents: what was refused is offered again at each of its many uses.
+    /// The bar was set for all that was offered, and most of the budget was not spent.
+    #[test]
+    fn what_is_offered_again_and_again_does_not_keep_the_budget_from_being_spent() {
+        let (per_day, block) = (24_000_000_000, 100_000);
+        let mut admission = Admission::new(per_day);
+        let (mut left, mut written) = (Vec::new(), 0);
+        for second in 0..4 * 3600u64 {
+            admission.advance(Timestamp(second * 1_000_000));
+            // Half of the budget is new, of two kinds; each is used every minute until written.
+            left.extend(
+                [0.2, 0.3]
+                    .into_iter()
+                    .filter(|_| second % 60 == 0)
+                    .flat_map(|score| vec![score; 42]),
+            );
+            if second % 60 == 30 {
+                left.retain(|score| {
+                    let admitted = admission.decide(*score) && admission.take(block);
+                    admission.offer(*score, block);
+                    written += u64::from(admitted) * block;
+                    !admitted
+                });
+            }
+        }
+        assert!(left.len() < 4 * 84, "{} blocks are not written, {written} bytes are", left.len());
+    }
+
+    /// Bursts of any length, with any pause between them.
+    #[test]
+    fn no_sixty_minutes_get_more_than_an_hours_share() {
+        let (per_day, block) = (24_000_000_000u64, 1_000_000);
+        for pause in [1, 7, 20, 50, 90, 200] {
+            let mut admission = Admission::new(per_day);
+            let mut minutes = vec![0u64; 600];
+            for second in 0..600 * 60u64 {
+                admission.advance(Timestamp(second * 1_000_000));
+                let offered = if (second / 60) % (2 * pause) < pause { 40 } else { 0 };
+                let taken = (0..offered).filter(|_| admission.take(block)).count() as u64;
+                minutes[second as usize / 60] += taken * block;
+            }
+            let most = minutes.windows(60).map(|hour| hour.iter().sum::<u64>()).max().unwrap();
+            assert!(most <= per_day / 24, "{most} bytes within an hour, pauses of {pause} minutes");
+            assert!(most > per_day / 24 * 9 / 10, "{most} bytes, pauses of {pause} minutes");
         }
     }
 

@@ -7,8 +7,10 @@ use super::admission::Admission;
 use super::codecs::ReadClock;
 use super::dirty::Dirty;
 use super::event::{Action, CatalogConfig, NvmeShape, SlotPlace};
+use super::exclusive::GoesDown;
 use super::flow::Waiter;
 use super::planted::Planted;
+use super::policy::OrderList;
 use super::request::{MissReason, OfflineReason, Outcome, Tier};
 use super::reuse::RequestId;
 use super::segments::Segments;
@@ -26,6 +28,9 @@ pub(crate) struct HostTier {
     /// Dirty blocks that a search for a victim passed over, when it found none or they were many,
     /// less those written since. They must be written whatever the watermark says.
     pub(crate) in_the_way: usize,
+    /// Blocks that came to be in a GPU's pool and on nvme too, the last one first. As long as they
+    /// are there, they are the first to leave host RAM.
+    pub(crate) doubled: OrderList,
     pub(crate) hits: u64,
     pub(crate) evicted: u64,
     pub(crate) bytes_in: u64,
@@ -43,6 +48,7 @@ impl HostTier {
             dirty: Dirty::new(config.host_policy),
             dirty_bytes: 0,
             in_the_way: 0,
+            doubled: OrderList::default(),
             hits: 0,
             evicted: 0,
             bytes_in: 0,
@@ -171,14 +177,18 @@ impl Catalog {
                 return Some(new.slot);
             }
             let soft = self.soft_victim(home, slot_bytes(self.table.get(index)));
-            let victim = soft.or_else(|| self.victim(home, class));
+            let victim = soft.or_else(|| self.doubled_victim(home, class));
+            let victim = victim.or_else(|| self.victim(home, class));
             let before = victim.map_or(u64::MAX, |victim| self.table.get(victim).used_tick());
             if self.empty_other_slab(home, class, before) {
                 continue;
             }
-            match victim {
-                Some(victim) => self.evict(home, victim),
-                None => return None,
+            let victim = victim?;
+            match self.must_go_down(home, victim) {
+                GoesDown::Begun => {}
+                // It would be lost to both for what is in one of them.
+                GoesDown::Cannot if self.table.get(index).host_slot().is_some() => return None,
+                GoesDown::NeedNot | GoesDown::Cannot => self.evict(home, victim),
             }
         }
     }
@@ -347,6 +357,7 @@ impl Catalog {
             HostCopy::Resident { slot, users } => {
                 self.note_copy(index, Tier::Host, false);
                 self.count_in_host(index, false);
+                self.host.doubled.remove(index);
                 self.forget_dirty(index);
                 let bytes = self.table.get(index).raw_bytes;
                 self.host.tier.remove(index, bytes);

@@ -2,8 +2,9 @@
 //!
 //! A block that a client stores from GPU memory is gathered into the pool and copied down to host
 //! RAM right behind; a block that was hit more than once is kept in the pool on its way up. So
-//! nearly all copies here are clean, and eviction is dropping. `dirty` lists the blocks that lie
-//! in the pool only and are still to be copied down, coldest at the back.
+//! nearly all copies here are clean, and eviction is dropping, but for those on nvme that gave their
+//! slot of host RAM up meanwhile (`exclusive`). `dirty` lists the blocks that lie in the pool only
+//! and are still to be copied down, coldest at the back.
 
 use super::Catalog;
 use super::event::{Action, DeviceShape, OpError, OpId, SlotPlace};
@@ -101,6 +102,7 @@ impl Catalog {
         }
         self.note_copy(index, Tier::Device, true);
         self.note_device_only(index);
+        self.note_doubled(index);
     }
 
     /// A fill of the pool ended without a usable copy.
@@ -256,7 +258,7 @@ impl Catalog {
         }
     }
 
-    fn start_demote(&mut self, index: u32, to: SlotId) {
+    pub(super) fn start_demote(&mut self, index: u32, to: SlotId) {
         let Some((gpu, from)) = self.table.get(index).device_slot() else {
             return;
         };
@@ -299,7 +301,11 @@ impl Catalog {
                 // What cannot be read is of no use, and is not tried for ever.
                 self.abort_fill(index);
                 self.drop_device(index);
-                self.fail_waiters(index, MissReason::Device);
+                let stays = matches!(self.table.get(index).nvme, NvmeCopy::Resident(_));
+                match stays && self.flow.is_awaited(index) {
+                    true => self.reach_without_pool(index),
+                    false => self.fail_waiters(index, MissReason::Device),
+                }
                 self.remove_device_user(index);
                 self.after_loss(index);
             }

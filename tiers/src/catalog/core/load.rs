@@ -564,6 +564,7 @@ impl Catalog {
             // latched offline).
             self.become_dirty(index);
         }
+        self.note_doubled(index);
         // What comes from a GPU was checked there, not here.
         self.wake(index, source == FillSource::Nvme);
     }

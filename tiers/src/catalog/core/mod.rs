@@ -19,6 +19,7 @@ mod dirty;
 mod drain;
 mod erase;
 mod event;
+mod exclusive;
 mod flow;
 mod hinted;
 mod index;

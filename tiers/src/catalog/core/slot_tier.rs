@@ -29,6 +29,14 @@ impl Home {
             Home::Device(_) => Tier::Device,
         }
     }
+
+    /// The GPU.
+    pub(crate) fn gpu(self) -> Option<GpuId> {
+        match self {
+            Home::Host => None,
+            Home::Device(gpu) => Some(gpu),
+        }
+    }
 }
 
 /// Whether a copy may be dropped without I/O and without breaking a promise.

@@ -328,6 +328,7 @@ impl Catalog {
         }
         self.note_copy(index, Tier::Nvme, true);
         self.count_in_host(index, true);
+        self.note_doubled(index);
     }
 
     /// A segment that cannot be written is sealed; several in a row and the tier is off.

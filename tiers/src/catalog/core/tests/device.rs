@@ -200,3 +200,84 @@ fn what_left_host_ram_is_not_copied_down_again_from_the_pool() {
     }
     assert!(demotes <= 2 * 12 * 4, "{demotes} copies for {} blocks", 12 * 4);
 }
+
+/// Slots of host RAM are not spent on what is in a pool and on nvme; and what leaves the pool is in
+/// host RAM then, not on nvme alone.
+#[test]
+fn host_ram_and_the_pool_hold_different_blocks() {
+    let mut edge = on_gpu(8, 4, 1);
+    edge.catalog.config.idle_ms = 1;
+    let write = |edge: &mut Edge| {
+        edge.now += 10_000;
+        edge.event(Event::Tick);
+        edge.catalog.check();
+    };
+    let in_tier = |edge: &mut Edge, number: u32, tier: Tier| {
+        let runs = edge.lookup(chain(number, 4), 0).runs;
+        runs.iter().filter(|run| run.tier == tier).map(|run| run.blocks).sum::<u32>()
+    };
+    let ticket = edge.store(&chain(1, 4), 0);
+    assert_eq!(edge.outcomes(ticket), [Outcome::Stored; 4]);
+    write(&mut edge);
+    edge.gpu = None;
+    edge.connect();
+    for number in [2, 3] {
+        let ticket = edge.store(&chain(number, 4), 0);
+        assert_eq!(edge.outcomes(ticket), [Outcome::Stored; 4]);
+        write(&mut edge);
+    }
+    assert_eq!(in_tier(&mut edge, 1, Tier::Device), 4);
+    assert_eq!([2, 3].map(|number| in_tier(&mut edge, number, Tier::Host)), [4, 4]);
+    edge.gpu = Some(GpuId(0));
+    edge.connect();
+    // Kept in the pool now, one by one as slots get free there.
+    for _ in 0..6 {
+        let lease = edge.lookup(chain(2, 4), 1000).lease.unwrap();
+        let ticket = edge.load(&chain(2, 4), lease);
+        assert!(edge.outcomes(ticket).iter().all(|each| matches!(each, Outcome::Loaded(_))));
+        edge.ask(Request::Release { lease });
+        edge.catalog.check();
+    }
+    assert_eq!(in_tier(&mut edge, 2, Tier::Device), 4);
+    assert_eq!(in_tier(&mut edge, 1, Tier::Host), 4);
+    edge.gpu = None;
+    edge.connect();
+    edge.store(&chain(4, 4), 0);
+    let held = [1, 2, 4].map(|number| {
+        (in_tier(&mut edge, number, Tier::Device), in_tier(&mut edge, number, Tier::Host))
+    });
+    assert_eq!(held, [(0, 4), (4, 0), (0, 4)]);
+    assert_eq!(edge.stats().nvme.hits, 0);
+}
+
+/// A copy that could not be made as its block left the pool is read from nvme instead.
+#[test]
+fn what_could_not_be_copied_down_comes_from_nvme() {
+    let mut edge = on_gpu(8, 4, 1);
+    edge.catalog.config.idle_ms = 1;
+    edge.store(&chain(1, 4), 0);
+    edge.now += 10_000;
+    edge.event(Event::Tick);
+    for key in chain(1, 4) {
+        let index = edge.catalog.table.find(NAMESPACE, &key).unwrap();
+        edge.catalog.drop_host(index);
+    }
+    edge.delay = true;
+    edge.fail = Some(OpError::Device);
+    edge.store(&chain(2, 4), 0);
+    while edge.waiting.iter().any(|event| !matches!(event, Event::Demoted { .. })) {
+        let at = edge.waiting.iter().position(|event| !matches!(event, Event::Demoted { .. }));
+        edge.complete(at.unwrap());
+    }
+    assert!(!edge.waiting.is_empty(), "nothing is on its way down");
+    edge.fail = None;
+    edge.gpu = None;
+    edge.connect();
+    let lease = edge.lookup(chain(1, 4), 1000).lease.unwrap();
+    let ticket = edge.load(&chain(1, 4), lease);
+    while !edge.waiting.is_empty() {
+        edge.complete(0);
+    }
+    assert_eq!(edge.outcomes(ticket), [Outcome::Loaded(Tier::Nvme); 4]);
+    edge.catalog.check();
+}
