@@ -68,12 +68,12 @@ impl Admission {
 
     fn advance(&mut self, now: Timestamp) {
         let seconds = now.0.saturating_sub(self.at.0) as f64 / 1e6;
+        self.forget_minutes(now);
         // Once a second is often enough for what is remembered, and exact for the tokens.
         if seconds < 1.0 {
             return;
         }
         self.at = now;
-        self.forget_minutes(now);
         self.tokens = (self.tokens + self.rate * seconds).min(self.burst);
         let left = (-seconds / MEMORY_S).exp();
         self.offered.iter_mut().for_each(|bytes| *bytes *= left);
@@ -116,9 +116,17 @@ impl Admission {
 
     /// Gives back what was spent and is not written.
     fn give_back(&mut self, bytes: f64) {
-        self.spend(-bytes);
         // What does not fit the bucket was for a time that is over.
-        self.tokens = self.tokens.min(self.burst);
+        self.tokens = (self.tokens + bytes).min(self.burst);
+        // When it was spent is not known: what is forgotten first must not allow more later on.
+        let mut left = bytes;
+        for at in self.minute + 1..=self.minute + MINUTES as u64 {
+            if let Some(spent) = self.spent.get_mut(at as usize % MINUTES) {
+                let part = left.min(*spent);
+                *spent -= part;
+                left -= part;
+            }
+        }
     }
 
     fn forget_minutes(&mut self, now: Timestamp) {

@@ -11,7 +11,7 @@ use super::exclusive::GoesDown;
 use super::flow::Waiter;
 use super::planted::Planted;
 use super::policy::OrderList;
-use super::request::{MissReason, OfflineReason, Outcome, Tier};
+use super::request::{MissReason, OfflineReason, Outcome, Tier, Timestamp};
 use super::reuse::RequestId;
 use super::segments::Segments;
 use super::slot_tier::{Home, Leave, SlotTier, View, use_of};
@@ -28,6 +28,8 @@ pub(crate) struct HostTier {
     /// Dirty blocks that a search for a victim passed over, when it found none or they were many,
     /// less those written since. They must be written whatever the watermark says.
     pub(crate) in_the_way: usize,
+    /// When somebody found no slot last.
+    pub(crate) no_slot: Option<Timestamp>,
     /// Blocks that came to be in a GPU's pool and on nvme too, the last one first. As long as they
     /// are there, they are the first to leave host RAM.
     pub(crate) doubled: OrderList,
@@ -48,6 +50,7 @@ impl HostTier {
             dirty: Dirty::new(config.host_policy),
             dirty_bytes: 0,
             in_the_way: 0,
+            no_slot: None,
             doubled: OrderList::default(),
             hits: 0,
             evicted: 0,
@@ -176,19 +179,36 @@ impl Catalog {
                 }
                 return Some(new.slot);
             }
+            if let Some(victim) = self.doubled_victim(home, class) {
+                self.evict(home, victim);
+                continue;
+            }
             let soft = self.soft_victim(home, slot_bytes(self.table.get(index)));
-            let victim = soft.or_else(|| self.doubled_victim(home, class));
-            let victim = victim.or_else(|| self.victim(home, class));
+            let victim = soft.or_else(|| self.victim(home, class));
             let before = victim.map_or(u64::MAX, |victim| self.table.get(victim).used_tick());
             if self.empty_other_slab(home, class, before) {
                 continue;
             }
-            let victim = victim?;
+            let Some(victim) = victim else {
+                self.note_no_slot(home);
+                return None;
+            };
             match self.must_go_down(home, victim) {
                 GoesDown::Begun => {}
                 // It would be lost to both for what is in one of them.
                 GoesDown::Cannot if self.table.get(index).host_slot().is_some() => return None,
                 GoesDown::NeedNot | GoesDown::Cannot => self.evict(home, victim),
+            }
+        }
+    }
+
+    /// Nothing may leave for a block of this size. Slabs of other sizes can be emptied once what is
+    /// dirty there is written.
+    fn note_no_slot(&mut self, home: Home) {
+        if home == Home::Host {
+            self.host.no_slot = Some(self.now);
+            if self.host.tier.slots.classes() >= 2 {
+                self.host.in_the_way = self.host.dirty.len();
             }
         }
     }
@@ -233,7 +253,7 @@ impl Catalog {
                     leave
                 });
                 if found.is_none() || passed >= IN_THE_WAY {
-                    self.host.in_the_way = passed;
+                    self.host.in_the_way = self.host.in_the_way.max(passed.min(dirty.len()));
                 }
                 found
             }
@@ -407,6 +427,7 @@ impl Catalog {
             NvmeCopy::Absent => {
                 let request = block.request();
                 self.give_budget_back(index, request);
+                self.host.in_the_way = self.host.in_the_way.saturating_sub(1);
             }
         }
         self.host.dirty.remove(index);
@@ -416,14 +437,14 @@ impl Catalog {
     /// The host copy has no copy on nvme (any more).
     pub(crate) fn become_dirty(&mut self, index: u32) {
         self.host.dirty_bytes += slot_bytes(self.table.get(index));
-        self.list_dirty(index);
+        self.list_dirty(index, true);
     }
 
-    /// Lists a dirty block that is not being written.
-    pub(crate) fn list_dirty(&mut self, index: u32) {
+    /// Lists a dirty block that is not being written. `by_age`: as the coldest one, if it is.
+    pub(crate) fn list_dirty(&mut self, index: u32, by_age: bool) {
         let how = use_of(&self.table, &self.reuse, index, false);
         let (parent, tick) = (self.table.get(index).parent, self.table.get(index).used_tick());
-        let is_older = |other| tick < self.table.get(other).used_tick();
+        let is_older = |other| by_age && tick < self.table.get(other).used_tick();
         self.host.dirty.push(parent, index, how, is_older);
     }
 

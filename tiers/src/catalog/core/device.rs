@@ -312,6 +312,20 @@ impl Catalog {
         }
     }
 
+    /// A copy down from a lost GPU may never end. Nobody waits for it, and the block is lost until a
+    /// restart finds it on nvme.
+    fn give_up_demote(&mut self, index: u32, gpu: GpuId) {
+        let Some(block) = self.table.live(index) else {
+            return;
+        };
+        let leaves = matches!(block.device, DeviceCopy::Draining { gpu: on, .. } if on == gpu);
+        if leaves && matches!(block.host, HostCopy::Filling { source: FillSource::Device, .. }) {
+            self.fail_waiters(index, MissReason::Device);
+            // Nor could it be read back, as long as its slot of host RAM may be written to.
+            self.drop_copies(index, false);
+        }
+    }
+
     /// A GPU is off until the next start. Its copies are out of reach; the other tiers go on. What
     /// it may still be doing never ends here: its slots and the places of its clients stay taken.
     pub(super) fn take_device_offline(&mut self, gpu: GpuId, reason: OfflineReason) {
@@ -332,6 +346,7 @@ impl Catalog {
                 self.drop_device(index);
                 self.after_loss(index);
             }
+            self.give_up_demote(index, gpu);
         }
     }
 }

@@ -59,10 +59,12 @@ impl Catalog {
     pub(super) fn must_go_down(&mut self, home: Home, index: u32) -> GoesDown {
         let block = self.table.get(index);
         let below = block.host != HostCopy::Absent || !matches!(block.nvme, NvmeCopy::Resident(_));
-        let Some(found) = home.gpu().filter(|_| !below).and_then(|gpu| self.device_mut(gpu)) else {
+        let needs = !below && self.drain.is_none();
+        let Some(found) = home.gpu().filter(|_| needs).and_then(|gpu| self.device_mut(gpu)) else {
             return GoesDown::NeedNot;
         };
-        if found.demotes >= LEAVING_MAX {
+        // A search that finds nothing is long, and is not repeated at once.
+        if found.demotes >= LEAVING_MAX || self.host.no_slot == Some(self.now) {
             return GoesDown::Cannot;
         }
         let Some(to) = self.take_slot(Home::Host, index) else {

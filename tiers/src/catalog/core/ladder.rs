@@ -202,6 +202,7 @@ impl Catalog {
             };
             self.counters.not_spilled_bytes += slot_bytes(self.table.get(index));
             self.refuse_write(index);
+            self.host.in_the_way = self.host.in_the_way.saturating_sub(1);
         }
     }
 }

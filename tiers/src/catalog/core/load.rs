@@ -188,6 +188,7 @@ impl Catalog {
             }
             SlotPlace::Host(_) => {
                 self.add_user(index);
+                self.host.doubled.move_front(index);
                 (tier, gpu.and_then(|gpu| self.promotion(gpu, index)))
             }
         };

@@ -102,8 +102,10 @@ impl Outlook for View<'_> {
     fn child(&self, block: u32) -> Option<u32> {
         self.table.child(block, |child| match self.home {
             Home::Host => {
-                let here =
-                    matches!(child.host, HostCopy::Filling { .. } | HostCopy::Resident { .. });
+                let here = matches!(
+                    child.host,
+                    HostCopy::Filling { doomed: false, .. } | HostCopy::Resident { .. }
+                );
                 here && (self.unwritten_hold || !child.is_unwritten())
             }
             Home::Device(home) => match child.device {

@@ -304,7 +304,8 @@ impl Catalog {
                 written_again = self.table.get(index).is_reinserted();
             }
             None if !doomed => {
-                self.list_dirty(index);
+                // Not as the coldest one, which would be tried again at once.
+                self.list_dirty(index, false);
             }
             None => {}
         }
@@ -369,6 +370,10 @@ impl Catalog {
             for index in self.blocks_in(segment) {
                 self.drop_nvme(index, false);
                 self.after_loss(index);
+                // It may have given its slot of host RAM up for the copy that is gone.
+                if self.table.live(index).is_some() {
+                    self.note_device_only(index);
+                }
             }
         }
     }

@@ -281,3 +281,29 @@ fn what_could_not_be_copied_down_comes_from_nvme() {
     assert_eq!(edge.outcomes(ticket), [Outcome::Loaded(Tier::Nvme); 4]);
     edge.catalog.check();
 }
+
+/// Blocks were on their way out of the pool when the GPU was lost: that copy may never end, and
+/// nobody waits for it.
+#[test]
+fn nobody_waits_for_what_a_lost_gpu_was_copying_down() {
+    let mut edge = on_gpu(8, 4, 1);
+    edge.catalog.config.idle_ms = 1;
+    edge.store(&chain(1, 4), 0);
+    edge.now += 10_000;
+    edge.event(Event::Tick);
+    for key in chain(1, 4) {
+        let index = edge.catalog.table.find(NAMESPACE, &key).unwrap();
+        edge.catalog.drop_host(index);
+    }
+    edge.delay = true;
+    edge.store(&chain(2, 4), 0);
+    edge.gpu = None;
+    edge.connect();
+    let lease = edge.lookup(chain(1, 4), 1000).lease.unwrap();
+    let ticket = edge.load(&chain(1, 4), lease);
+    edge.event(Event::DeviceLost { gpu: GpuId(0), reason: OfflineReason::DeviceStuck });
+    edge.waiting.clear();
+    assert_eq!(edge.outcomes(ticket), [Outcome::Missed(MissReason::Device); 4]);
+    assert_eq!(edge.lookup(chain(1, 4), 1000).blocks, 0);
+    edge.catalog.check();
+}

@@ -135,3 +135,39 @@ fn dirty_blocks_do_not_hide_the_clean_ones() {
     assert!(edge.writes < 20_000, "{} writes", edge.writes);
     edge.catalog.check();
 }
+
+/// Host RAM is full of blocks of one size, half of them dirty. A block of another size needs a slab
+/// of theirs, which has to be written first; no search for a block of its own size passes over
+/// them.
+#[test]
+fn blocks_of_another_size_are_written_for_a_slab() {
+    let mut edge = Edge::new(config(16, true));
+    edge.catalog.config.idle_ms = 10;
+    let small = |edge: &mut Edge, number: u32| {
+        let ticket = edge.store(&chain(number, 8), 0);
+        assert_eq!(edge.outcomes(ticket), [Outcome::Stored; 8]);
+    };
+    small(&mut edge, 1);
+    edge.now += 1_000_000;
+    edge.event(Event::Tick);
+    edge.catalog.config.idle_ms = 0;
+    small(&mut edge, 2);
+    for key in chain(1, 8) {
+        let index = edge.catalog.table.find(NAMESPACE, &key).unwrap();
+        edge.catalog.touch(index);
+    }
+    assert_eq!(edge.stats().dirty_blocks, 8);
+    edge.connection += 1;
+    let (session, region) = (edge.session(), edge.region_id());
+    edge.event(Event::SessionOpened { session, tenant: edge.tenant });
+    let block_bytes = 2 * BLOCK;
+    edge.event(Event::RegionOpened { session, region, places: 64, block_bytes, gpu: None });
+    for attempt in 0..2 {
+        let ticket = edge.store(&chain(3, 2), 0);
+        match edge.outcomes(ticket) {
+            [Outcome::Stored, Outcome::Stored] => return,
+            other => assert_eq!(attempt, 0, "{other:?}"),
+        }
+    }
+    panic!("no slab was emptied");
+}
