@@ -271,7 +271,7 @@ mod tests {
         }
     }
 
-    /// Seen on a trace of coding agents: what was refused is offered again at each of its many uses.
+    /// Seen on a trace of coding agents: what was refused is offered again at each of its uses.
     /// The bar was set for all that was offered, and most of the budget was not spent.
     #[test]
     fn what_is_offered_again_and_again_does_not_keep_the_budget_from_being_spent() {

@@ -39,8 +39,8 @@ pub(crate) struct HostTier {
     pub(crate) bytes_out: u64,
 }
 
-/// So many dirty blocks that a search for a victim passed over are in the way: searches are bounded,
-/// and soon one would find nothing else.
+/// So many dirty blocks that a search for a victim passed over are in the way: searches are
+/// bounded, and soon one would find nothing else.
 const IN_THE_WAY: usize = 512;
 
 impl HostTier {

@@ -2,9 +2,9 @@
 //!
 //! A block that a client stores from GPU memory is gathered into the pool and copied down to host
 //! RAM right behind; a block that was hit more than once is kept in the pool on its way up. So
-//! nearly all copies here are clean, and eviction is dropping, but for those on nvme that gave their
-//! slot of host RAM up meanwhile (`exclusive`). `dirty` lists the blocks that lie in the pool only
-//! and are still to be copied down, coldest at the back.
+//! nearly all copies here are clean, and eviction is dropping, but for those on nvme that gave
+//! their slot of host RAM up meanwhile (`exclusive`). `dirty` lists the blocks that lie in the pool
+//! only and are still to be copied down, coldest at the back.
 
 use super::Catalog;
 use super::event::{Action, DeviceShape, OpError, OpId, SlotPlace};
@@ -312,8 +312,8 @@ impl Catalog {
         }
     }
 
-    /// A copy down from a lost GPU may never end. Nobody waits for it, and the block is lost until a
-    /// restart finds it on nvme.
+    /// A copy down from a lost GPU may never end. Nobody waits for it, and the block is lost until
+    /// a restart finds it on nvme.
     fn give_up_demote(&mut self, index: u32, gpu: GpuId) {
         let Some(block) = self.table.live(index) else {
             return;

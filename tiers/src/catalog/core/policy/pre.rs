@@ -307,8 +307,8 @@ mod tests {
         }
     }
 
-    /// Seen on a trace of coding agents: the paths being loaded were all that the lowest queue held.
-    /// Their ends could not leave, the rest went to the front of that queue, again and again, and
+    /// Seen on a trace of coding agents: the lowest queue held nothing but paths being loaded.
+    /// Their ends could not leave, the rest went to the front of that queue again and again, and
     /// the search ended without a look at the others.
     #[test]
     fn paths_that_cannot_leave_do_not_hide_other_queues() {
