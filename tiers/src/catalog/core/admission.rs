@@ -4,9 +4,8 @@
 //! share, for bursts; and within any hour no more than an hour's share is spent (a drain excepted,
 //! which is paid back later). What is offered gets a score, and the bar is set where the part of
 //! the offered bytes above it fits the rate, and lower as the bucket fills: what does not fit it is
-//! lost. One verdict holds for all blocks
-//! that one request used last, and the budget for all of them is set aside with it: half a prefix
-//! is of no use.
+//! lost. One verdict holds for all blocks that one request used last, and the budget for all of
+//! them is set aside with it: half a prefix is of no use.
 
 use super::Catalog;
 use super::copies::slot_bytes;

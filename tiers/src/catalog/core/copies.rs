@@ -26,7 +26,7 @@ pub(crate) struct HostTier {
     pub(crate) dirty: Dirty,
     pub(crate) dirty_bytes: u64,
     /// Dirty blocks that a search for a victim passed over, when it found none or they were many,
-    /// less those written since. They must be written whatever the watermark says.
+    /// less those written or gone since. They must be written whatever the watermark says.
     pub(crate) in_the_way: usize,
     /// When somebody found no slot last.
     pub(crate) no_slot: Option<Timestamp>,

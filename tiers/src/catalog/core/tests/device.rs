@@ -250,9 +250,8 @@ fn host_ram_and_the_pool_hold_different_blocks() {
     assert_eq!(edge.stats().nvme.hits, 0);
 }
 
-/// A copy that could not be made as its block left the pool is read from nvme instead.
-#[test]
-fn what_could_not_be_copied_down_comes_from_nvme() {
+/// The first chain fills the pool and is on nvme, and no more in host RAM. Completions wait.
+fn in_pool_and_on_nvme() -> Edge {
     let mut edge = on_gpu(8, 4, 1);
     edge.catalog.config.idle_ms = 1;
     edge.store(&chain(1, 4), 0);
@@ -263,6 +262,13 @@ fn what_could_not_be_copied_down_comes_from_nvme() {
         edge.catalog.drop_host(index);
     }
     edge.delay = true;
+    edge
+}
+
+/// A copy that could not be made as its block left the pool is read from nvme instead.
+#[test]
+fn what_could_not_be_copied_down_comes_from_nvme() {
+    let mut edge = in_pool_and_on_nvme();
     edge.fail = Some(OpError::Device);
     edge.store(&chain(2, 4), 0);
     while edge.waiting.iter().any(|event| !matches!(event, Event::Demoted { .. })) {
@@ -286,16 +292,7 @@ fn what_could_not_be_copied_down_comes_from_nvme() {
 /// nobody waits for it.
 #[test]
 fn nobody_waits_for_what_a_lost_gpu_was_copying_down() {
-    let mut edge = on_gpu(8, 4, 1);
-    edge.catalog.config.idle_ms = 1;
-    edge.store(&chain(1, 4), 0);
-    edge.now += 10_000;
-    edge.event(Event::Tick);
-    for key in chain(1, 4) {
-        let index = edge.catalog.table.find(NAMESPACE, &key).unwrap();
-        edge.catalog.drop_host(index);
-    }
-    edge.delay = true;
+    let mut edge = in_pool_and_on_nvme();
     edge.store(&chain(2, 4), 0);
     edge.gpu = None;
     edge.connect();
