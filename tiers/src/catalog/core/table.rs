@@ -30,6 +30,9 @@ const PIECE_ROWS: usize = 1 << 14;
 /// Blocks right behind another one that are looked at for one that is in some tier.
 const CHILDREN_LOOKED_AT: usize = 32;
 
+/// Ghosts that are kept however few blocks there are.
+pub(crate) const GHOSTS_MIN: usize = 1024;
+
 /// Keys that are searched side by side, so that waits for memory overlap.
 pub(crate) const BATCH: usize = 64;
 
@@ -379,6 +382,8 @@ pub(crate) struct BlockTable {
     encoded: HashMap<u32, Encoded>,
     /// Blocks that became ghosts, oldest first; some may be ghosts no more.
     ghosts: VecDeque<BlockRef>,
+    /// How many of them, from the oldest on, are too many.
+    ghosts_surplus: usize,
 }
 
 impl BlockTable {
@@ -390,6 +395,7 @@ impl BlockTable {
             hash_seed,
             encoded: HashMap::new(),
             ghosts: VecDeque::new(),
+            ghosts_surplus: 0,
         }
     }
 
@@ -730,9 +736,25 @@ impl BlockTable {
         self.ghosts.push_back(ghost);
     }
 
-    /// The oldest ghost, when there are more noted ghosts than half of all entries (and 1,024).
+    /// The oldest ghost, when there are more ghosts than half of all entries (and 1,024).
     pub(crate) fn surplus_ghost(&mut self) -> Option<u32> {
-        while self.ghosts.len() > 1024.max(self.index.len() / 2) {
+        let most = GHOSTS_MIN.max(self.index.len() / 2);
+        // Counted exactly only now and then: most of those noted may be ghosts no more. After a
+        // restart that is nearly every block, because the end of a path is recovered first.
+        if self.ghosts_surplus == 0 && self.ghosts.len() > most + most / 8 {
+            let mut seen = HashSet::new();
+            let mut noted = std::mem::take(&mut self.ghosts);
+            // Of those noted twice, the later time counts.
+            noted.make_contiguous().reverse();
+            noted.retain(|ghost| {
+                self.resolve(*ghost).is_some_and(|at| self.get(at).is_ghost() && seen.insert(at))
+            });
+            noted.make_contiguous().reverse();
+            self.ghosts = noted;
+            self.ghosts_surplus = self.ghosts.len().saturating_sub(most);
+        }
+        while self.ghosts_surplus > 0 {
+            self.ghosts_surplus -= 1;
             let ghost = self.ghosts.pop_front()?;
             if let Some(index) = self.resolve(ghost)
                 && self.get(index).is_ghost()

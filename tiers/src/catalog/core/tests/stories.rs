@@ -3,7 +3,9 @@
 use std::cell::Cell;
 
 use super::super::slot_tier::{Home, Leave, View};
+use super::super::table::GHOSTS_MIN;
 use super::*;
+use crate::block::Descriptor;
 
 /// Loads waited for a slot; then somebody asked for a prefetch of the same blocks, and as there was
 /// no room for it, the loads were told that there is none, although they could wait.
@@ -84,4 +86,32 @@ fn a_small_tier_that_is_all_pinned_is_searched_once() {
         assert_eq!(host.tier.victim(0, &view, pinned), None);
         assert!((8..=16).contains(&looks.get()), "{policy:?}: {} looks", looks.get());
     }
+}
+
+/// A restart recovers a path from its end on, so each of its blocks was noted as missing before it
+/// was found. All these counted as ghosts, and so the one block that really was missing went as a
+/// surplus one, with all that follows it, from nvme too.
+#[test]
+fn what_a_restart_finds_behind_a_missing_block_stays() {
+    let mut before = Edge::new(config(64, true));
+    before.store(&chain(1, 1), 0);
+    before.ask(Request::Drain { deadline_ms: None });
+    let stored = before.catalog.table.find(NAMESPACE, &key(1, 0)).unwrap();
+    let one = before.catalog.descriptor(stored);
+    let at = |chain, position| {
+        let (key, parent) = (key(chain, position), key(chain, position - 1));
+        Descriptor { key, parent, position, ..one }
+    };
+    let long = (1..4 * GHOSTS_MIN as u32).rev().map(|position| at(2, position));
+    let found: Vec<_> = (0..).zip(std::iter::once(at(1, 1)).chain(long)).collect();
+    let mut catalog = Catalog::new(config(64, true));
+    catalog.recover(one.segment, one.segment_sequence, &found);
+    let info = *before.catalog.namespaces.get(&NAMESPACE).unwrap();
+    catalog.apply(Timestamp(0), Event::Namespace(info));
+    for tick in 1..=10 {
+        catalog.apply(Timestamp(tick), Event::Tick);
+    }
+    let on_nvme = catalog.stats().nvme.blocks;
+    assert_eq!(on_nvme, found.len() as u64);
+    catalog.check();
 }
