@@ -63,9 +63,10 @@ pub struct NodeConfig {
     /// Dirty blocks are written down while less than this part of host RAM is free or clean,
     /// percent. Default: 25.
     pub clean_percent: u32,
-    /// They are also written when no client asked anything for this long, milliseconds, and a few
-    /// at a time once half of host RAM is dirty, while nothing is read from nvme. Default: 10: a
-    /// burst of calls is not disturbed, and the steps of a decoding engine leave longer gaps.
+    /// They are also written when no client asked anything for this long, milliseconds, as long as
+    /// nvme has room, and a few at a time once half of host RAM is dirty, while nothing is read
+    /// from nvme. Default: 10: a burst of calls is not disturbed, and the steps of a decoding
+    /// engine leave longer gaps.
     pub idle_ms: u64,
     /// Raises the generation of a namespace of which something could not be erased from the
     /// device. Default: none; then such a block may come back at a restart.

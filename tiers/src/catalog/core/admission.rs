@@ -11,7 +11,7 @@ use super::Catalog;
 use super::copies::slot_bytes;
 use super::request::Timestamp;
 use super::reuse::RequestId;
-use super::table::{NvmeCopy, step_of};
+use super::table::{Block, NvmeCopy, step_of};
 
 /// What is offered is remembered with this time constant, seconds.
 const MEMORY_S: f64 = 600.0;
@@ -147,6 +147,12 @@ impl Admission {
     }
 }
 
+/// Whether only the very same prompt would find the block, and none has: it is shorter than others,
+/// so that no path goes on behind it. Where conversations go on, that is one block a turn.
+fn is_hardly_worth_a_write(block: &Block) -> bool {
+    block.is_short() && block.hits == 0 && block.pins == 0
+}
+
 fn bin(score: f32) -> usize {
     ((score * BINS as f32) as usize).min(BINS - 1)
 }
@@ -159,6 +165,10 @@ impl Catalog {
 
     /// Whether a dirty block may be written now. What may not is no longer counted as dirty.
     pub(super) fn admit_write(&mut self, index: u32) -> bool {
+        if self.drain.is_none() && is_hardly_worth_a_write(self.table.get(index)) {
+            self.refuse_write(index);
+            return false;
+        }
         let block = self.table.get(index);
         let (bytes, request, pinned) = (slot_bytes(block), block.request(), block.pins > 0);
         let age = step_of(self.now).saturating_sub(block.used_step());
@@ -200,7 +210,10 @@ impl Catalog {
         let path = self.table.ancestors(index).map(|at| self.table.get(at));
         let own = path.take_while(|block| block.request() == request);
         let dirty = own.filter(|block| {
-            block.host_slot().is_some() && block.nvme == NvmeCopy::Absent && !block.is_refused()
+            block.host_slot().is_some()
+                && block.nvme == NvmeCopy::Absent
+                && !block.is_refused()
+                && !is_hardly_worth_a_write(block)
         });
         let bytes = slot_bytes(self.table.get(index));
         if request == RequestId::default() { bytes } else { dirty.map(slot_bytes).sum() }

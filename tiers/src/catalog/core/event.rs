@@ -521,9 +521,9 @@ pub struct CatalogConfig {
     /// Dirty blocks are written down while less than this part of the arena is free or clean,
     /// percent. Default: 25.
     pub clean_percent: u32,
-    /// They are also written when no client asked anything for this long, milliseconds; a few at a
-    /// time once half of the arena is dirty, while nothing is read from nvme; and for their age.
-    /// Default: 10. 0: for none of these reasons.
+    /// They are also written when no client asked anything for this long, milliseconds, and nvme
+    /// has room; a few at a time once half of the arena is dirty, while nothing is read from nvme;
+    /// and for their age. Default: 10. 0: for none of these reasons.
     pub idle_ms: u64,
     /// Whether blocks are used in the order in which a trace names them and in no other: a store
     /// does not make the blocks before it more recent, a block just stored does not count as used,

@@ -99,6 +99,8 @@ pub(crate) struct Segments {
     logs: Vec<Log>,
     next_sequence: u64,
     clean_target: usize,
+    /// Sum over all segments.
+    live_bytes: u64,
     /// Space was asked for in this run.
     written: bool,
     pub(crate) reclaiming: Vec<u32>,
@@ -135,6 +137,7 @@ impl Segments {
             logs: vec![log; 1 + own_logs(count) as usize],
             next_sequence: (u64::from(shape.epoch) << 32) | 1,
             clean_target: target as usize,
+            live_bytes: 0,
             written: false,
             reclaiming: Vec::new(),
             turn: 0,
@@ -172,7 +175,7 @@ impl Segments {
     }
 
     pub(crate) fn live_bytes(&self) -> u64 {
-        self.segments.iter().map(|segment| segment.live_bytes).sum()
+        self.live_bytes
     }
 
     /// Takes over a segment found at recovery, with so many places for descriptors in use.
@@ -189,6 +192,7 @@ impl Segments {
 
     /// Lists a block at its descriptor's index.
     pub(crate) fn list(&mut self, segment: u32, index: u32, block: u32, stored_bytes: u32) {
+        self.live_bytes += page_ceil(u64::from(stored_bytes));
         let segment = self.get_mut(segment);
         let at = index as usize;
         if segment.blocks.len() <= at {
@@ -202,6 +206,7 @@ impl Segments {
 
     /// Takes a block off the list.
     pub(crate) fn unlist(&mut self, segment: u32, index: u32, stored_bytes: u32) {
+        self.live_bytes -= page_ceil(u64::from(stored_bytes));
         let segment = self.get_mut(segment);
         if let Some(entry) = segment.blocks.get_mut(index as usize) {
             *entry = NIL;
@@ -397,10 +402,10 @@ impl Segments {
         chosen
     }
 
-    /// Whether it is among those opened last, half as many as there are. What was stored last stays
-    /// whole, however little it promises beside the rest.
+    /// Whether it is among those opened last, a tenth as many as there are. What was stored last
+    /// stays whole, however little it promises beside the rest.
     fn is_young(&self, segment: &Segment) -> bool {
-        segment.sequence + self.segments.len() as u64 / 2 >= self.next_sequence
+        segment.sequence + self.segments.len() as u64 / 10 >= self.next_sequence
     }
 
     /// Counts on with what is looked at in turn.

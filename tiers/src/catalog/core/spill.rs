@@ -26,6 +26,10 @@ const TRICKLE_BYTES_MAX: u64 = 256 << 20;
 /// of host RAM goes on without sharing the memory's bandwidth with the drive.
 const EAGER_BYTES_MAX: u64 = 8 << 20;
 
+/// Part of nvme that is live, percent, up to which blocks are written there as soon as nobody asks
+/// for anything. From there on, a copy of what is in host RAM takes the room of what is not.
+const EARLY_PERCENT: u64 = 87;
+
 impl Catalog {
     /// Once a second: allows some blocks to be written though there is room and demand, so that a
     /// crash loses no more than about a minute.
@@ -128,11 +132,20 @@ impl Catalog {
         self.drain.is_some() || pressed
     }
 
-    /// Whether nobody asks for anything, or blocks have waited long.
+    /// Whether nobody asks for anything and nvme has room, or blocks have waited long.
     fn may_write_early(&self) -> bool {
         let idle_us = self.config.idle_ms * 1000;
         let idle = idle_us > 0 && self.now.0.saturating_sub(self.last_demand.0) >= idle_us;
-        (idle || self.trickle_bytes > 0) && !self.has_write_budget()
+        ((idle && self.has_spare_room()) || self.trickle_bytes > 0) && !self.has_write_budget()
+    }
+
+    fn has_spare_room(&self) -> bool {
+        self.nvme.as_ref().is_some_and(|nvme| {
+            let below = |used: u64, all: u64| used * 100 < all * EARLY_PERCENT;
+            let places = nvme.shape.geometry.descriptors_per_segment();
+            below(nvme.segments.live_bytes(), nvme.segments.capacity_bytes())
+                && below(nvme.blocks, u64::from(nvme.segments.count()) * u64::from(places))
+        })
     }
 
     fn start_write(&mut self, index: u32) -> bool {

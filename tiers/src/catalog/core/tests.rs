@@ -245,12 +245,18 @@ impl Edge {
     }
 
     fn store(&mut self, keys: &[BlockKey], from: usize) -> Option<TicketId> {
+        self.store_cut(keys, from, 16)
+    }
+
+    /// The last block has so many tokens; the others have 16.
+    fn store_cut(&mut self, keys: &[BlockKey], from: usize, last: u32) -> Option<TicketId> {
         let mut blocks = vec![];
         for (at, key) in keys.iter().enumerate().skip(from) {
             let place = (at % 64) as u32;
             self.region.insert(place, *key);
             let parent = if at == 0 { BlockKey::ROOT } else { keys[at - 1] };
-            blocks.push(StoreBlock { key: *key, parent, position: at as u32, tokens: 16, place });
+            let tokens = if at + 1 == keys.len() { last } else { 16 };
+            blocks.push(StoreBlock { key: *key, parent, position: at as u32, tokens, place });
         }
         let request = Request::Store {
             namespace: self.namespace,
@@ -338,6 +344,7 @@ impl Catalog {
         assert_eq!(dirty, self.host.dirty_bytes, "dirty bytes");
         if let Some(tier) = &self.nvme {
             assert_eq!(nvme, tier.blocks, "nvme blocks");
+            assert_eq!(live.iter().sum::<u64>(), tier.segments.live_bytes(), "live bytes");
             tier.segments.check_logs();
             assert_eq!(self.stuck_under_reclaim(), None, "a segment waits for ever");
             for (at, bytes) in live.iter().enumerate() {

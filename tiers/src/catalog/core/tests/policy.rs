@@ -316,3 +316,52 @@ fn what_is_clean_makes_room_though_what_follows_it_is_not() {
     assert_eq!(edge.ended[&ticket], [Outcome::Loaded(Tier::Nvme); 2], "clean roots made room");
     edge.catalog.check();
 }
+
+/// Where a prompt ends within a block, the next turn stores that block anew, as another one. Such
+/// ends were a sixteenth of all that was written on a trace of chats, and hardly ever read.
+#[test]
+fn the_cut_off_end_of_a_prompt_is_written_once_it_was_of_use() {
+    let mut config = config(16, true);
+    config.host_policy = PolicyChoice::Pre;
+    config.clean_percent = 100;
+    let mut edge = Edge::new(config);
+    let keys = chain(1, 3);
+    let ticket = edge.store_cut(&keys, 0, 5);
+    assert_eq!(edge.outcomes(ticket), [Outcome::Stored; 3]);
+    let stats = edge.stats();
+    assert_eq!((stats.nvme.blocks, stats.host.blocks, stats.dirty_blocks), (2, 3, 0));
+    edge.lookup(keys, 1000);
+    edge.event(Event::Tick);
+    assert_eq!(edge.stats().nvme.blocks, 3);
+    edge.store_cut(&chain(2, 3), 0, 5);
+    assert_eq!(edge.stats().nvme.blocks, 5);
+    edge.ask(Request::Drain { deadline_ms: None });
+    assert_eq!(edge.stats().nvme.blocks, 6, "a drain leaves nothing behind");
+    edge.catalog.check();
+}
+
+/// A copy on nvme of what is in host RAM takes the room of what is nowhere else.
+#[test]
+fn what_is_in_host_ram_is_written_early_as_long_as_nvme_has_room() {
+    let mut config = config(128, true);
+    config.idle_ms = 10;
+    let mut edge = Edge::new(config);
+    let pause = |edge: &mut Edge| {
+        edge.now += 20_000;
+        edge.event(Event::Tick);
+        edge.stats()
+    };
+    edge.store(&chain(0, 8), 0);
+    assert_eq!(pause(&mut edge).dirty_blocks, 0);
+    let full = (1..100).find(|number| {
+        edge.store(&chain(*number, 8), 0);
+        pause(&mut edge).dirty_blocks > 0
+    });
+    let nvme = edge.stats().nvme;
+    // Its descriptors are what limits it: 16 in each of 8 segments.
+    assert!(full.is_some() && (104..=120).contains(&nvme.blocks), "{nvme:?}");
+    edge.ask(Request::Forget(Forget::Keys { namespace: NAMESPACE, keys: chain(0, 1) }));
+    edge.ask(Request::Forget(Forget::Keys { namespace: NAMESPACE, keys: chain(1, 1) }));
+    assert_eq!(pause(&mut edge).dirty_blocks, 0, "there is room again");
+    edge.catalog.check();
+}
