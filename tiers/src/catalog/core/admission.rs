@@ -11,7 +11,7 @@ use super::Catalog;
 use super::copies::slot_bytes;
 use super::request::Timestamp;
 use super::reuse::RequestId;
-use super::table::{Block, NvmeCopy, step_of};
+use super::table::{Block, NIL, NvmeCopy, step_of};
 
 /// What is offered is remembered with this time constant, seconds.
 const MEMORY_S: f64 = 600.0;
@@ -176,7 +176,8 @@ impl Catalog {
         let score = (CHANCE_WEIGHT * self.reuse.chance(request, age) + again).min(1.0);
         let draining = self.drain.is_some();
         let known = self.reuse.verdict(request).filter(|_| request != RequestId::default());
-        let all = if known.is_none() { self.bytes_to_write(index, request) } else { bytes };
+        let undecided = self.has_write_budget() && known.is_none();
+        let (all, new) = if undecided { self.bytes_to_write(index, request) } else { (bytes, 0) };
         let Some(admission) = self.nvme.as_mut().and_then(|nvme| nvme.admission.as_mut()) else {
             return true;
         };
@@ -190,11 +191,11 @@ impl Catalog {
             Some(false) => false,
             None => {
                 let admitted = admission.decide(score) && admission.take(all);
+                admission.offer(score, new);
                 self.reuse.set_verdict(request, admitted, all.saturating_sub(bytes));
                 admitted
             }
         };
-        admission.offer(score, bytes);
         // What is pinned must not be lost, as far as the budget allows.
         let admitted = admitted || (pinned && admission.take(bytes));
         if !admitted {
@@ -205,18 +206,27 @@ impl Catalog {
     }
 
     /// Bytes of this block and of those before it that the same request used last and that are
-    /// still to be written.
-    fn bytes_to_write(&self, index: u32, request: RequestId) -> u64 {
-        let path = self.table.ancestors(index).map(|at| self.table.get(at));
-        let own = path.take_while(|block| block.request() == request);
-        let dirty = own.filter(|block| {
-            block.host_slot().is_some()
+    /// still to be written; and how many of them are offered for the first time. What was refused
+    /// is offered again at each use: counted each time, the bar was too high for all of it.
+    fn bytes_to_write(&mut self, index: u32, request: RequestId) -> (u64, u64) {
+        let (mut all, mut new) = (0, 0);
+        let mut at = index;
+        while at != NIL && self.table.get(at).request() == request {
+            let block = self.table.get_mut(at);
+            let dirty = block.host_slot().is_some()
                 && block.nvme == NvmeCopy::Absent
                 && !block.is_refused()
-                && !is_hardly_worth_a_write(block)
-        });
-        let bytes = slot_bytes(self.table.get(index));
-        if request == RequestId::default() { bytes } else { dirty.map(slot_bytes).sum() }
+                && !is_hardly_worth_a_write(block);
+            if at == index || dirty {
+                let bytes = slot_bytes(block);
+                all += bytes;
+                new += if block.is_offered() { 0 } else { bytes };
+                block.set_offered(true);
+            }
+            // Blocks that no request is known of have nothing to do with each other.
+            at = if request == RequestId::default() { NIL } else { block.parent };
+        }
+        (all, new)
     }
 
     /// A block that the budget was set aside for will not be written on behalf of this request: it

@@ -259,6 +259,7 @@ impl Catalog {
             }
             Home::Device(gpu) => {
                 let found = self.devices.get_mut(usize::from(gpu.0))?;
+                found.searches += 1;
                 let dirty = &found.dirty;
                 let leave = |index| device_may_leave(table.get(index), dirty.contains(index));
                 found.tier.victim(class, &view, leave)

@@ -1,19 +1,21 @@
 //! The pools of the GPUs: how copies get into GPU memory, and from there down to host RAM.
 //!
-//! A block that a client stores from GPU memory is gathered into the pool and copied down to host
-//! RAM right behind; a block that was hit more than once is kept in the pool on its way up. So
-//! nearly all copies here are clean, and eviction is dropping, but for those on nvme that gave
-//! their slot of host RAM up meanwhile (`exclusive`). `dirty` lists the blocks that lie in the pool
-//! only and are still to be copied down, coldest at the back.
+//! A block that a client stores from GPU memory is gathered into the pool; a block that was hit
+//! more than once is kept there on its way up. `dirty` lists the blocks that lie in the pool only,
+//! coldest at the back. They are copied down to host RAM at once as long as that has free room.
+//! From there on, what leaves the pool next is copied down ahead (`cold`), so that eviction is
+//! dropping, and the rest is in the pool alone and takes nobody's place in host RAM.
+
+use std::collections::VecDeque;
 
 use super::Catalog;
 use super::event::{Action, DeviceShape, OpError, OpId, SlotPlace};
 use super::flow::Op;
 use super::policy::OrderList;
 use super::request::{GpuId, MissReason, OfflineReason, Tier};
-use super::slot_tier::{Home, SlotTier};
+use super::slot_tier::{Home, Leave, SlotTier, View};
 use super::slots::SlotId;
-use super::table::{BlockRef, DeviceCopy, FillSource, HostCopy, NvmeCopy};
+use super::table::{BlockRef, DeviceCopy, FillSource, HostCopy, NvmeCopy, step_of};
 
 /// Lookups that found a block before it is kept in the pool on its way up.
 const PROMOTE_HITS: u16 = 2;
@@ -25,10 +27,22 @@ const DEMOTES_MAX: usize = 64;
 /// way may have thousands of them, and this is done after every event.
 const DEMOTE_LOOKS_MAX: usize = 64;
 
+/// Part of a pool, from its coldest block on, that is copied down ahead of the evictions; and how
+/// many blocks at most.
+const READY_PART: usize = 4;
+const READY_MAX: usize = 1024;
+
+/// Part of host RAM in use, percent, up to which all that lies in a pool only is copied down.
+const HOST_USED_PERCENT: u64 = 87;
+
 /// The pool of one GPU.
 pub(crate) struct DeviceTier {
     pub(crate) tier: SlotTier,
     pub(crate) dirty: OrderList,
+    /// Those of them that leave the pool next, coldest first, as far as they were looked for.
+    cold: VecDeque<BlockRef>,
+    /// Searches for a victim since then.
+    pub(crate) searches: usize,
     /// Copies to host RAM under way.
     pub(crate) demotes: usize,
     pub(crate) offline: Option<OfflineReason>,
@@ -43,6 +57,8 @@ impl DeviceTier {
         DeviceTier {
             tier: SlotTier::new(shape.pool_bytes, shape.slab_bytes, policy),
             dirty: OrderList::default(),
+            cold: VecDeque::new(),
+            searches: 0,
             demotes: 0,
             offline: None,
             hits: 0,
@@ -195,6 +211,7 @@ impl Catalog {
 
     /// Starts copies from the pools to host RAM, as far as their number and the slots allow.
     pub(super) fn pump_demotes(&mut self) {
+        self.find_cold();
         while let Some((index, waiting)) = self.next_demote() {
             let Some(to) = self.take_slot(Home::Host, index) else {
                 let over_quota = self.quotas.refusal().is_some();
@@ -213,10 +230,12 @@ impl Catalog {
 
     /// A block that is to be copied down has to wait for others.
     fn pass_over_dirty(&mut self, index: u32) {
+        let block = self.table.reference(index);
         if let Some((gpu, _)) = self.table.get(index).device_slot()
             && let Some(found) = self.device_mut(gpu)
         {
             found.dirty.move_front(index);
+            found.cold.retain(|cold| *cold != block);
         }
     }
 
@@ -238,8 +257,53 @@ impl Catalog {
                 None => self.reach_without_pool(index),
             }
         }
-        let usable = self.devices.iter().filter(|found| found.may_demote());
-        usable.filter_map(|found| found.dirty.back()).map(|index| (index, None)).next()
+        let everything = self.drain.is_some() || self.host_has_free_room();
+        let Catalog { devices, table, .. } = self;
+        devices.iter_mut().filter(|found| found.may_demote()).find_map(|found| {
+            if everything {
+                return found.dirty.back().map(|index| (index, None));
+            }
+            loop {
+                let index = table.resolve(*found.cold.front()?);
+                match index.filter(|index| found.dirty.contains(*index)) {
+                    Some(index) => return Some((index, None)),
+                    None => found.cold.pop_front(),
+                };
+            }
+        })
+    }
+
+    /// Whether a copy in host RAM takes no other block's place.
+    fn host_has_free_room(&self) -> bool {
+        let slots = &self.host.tier.slots;
+        slots.used_bytes() * 100 < slots.capacity_bytes() * HOST_USED_PERCENT
+    }
+
+    /// Looks now and then for what will leave the pools next, so that it is copied down before.
+    fn find_cold(&mut self) {
+        let (now, weigh_cost) = (step_of(self.now), self.config.weigh_cost);
+        let Catalog { devices, table, reuse, .. } = self;
+        for (gpu, found) in (0..).map(GpuId).zip(devices.iter_mut()) {
+            let ready = (found.tier.slots.used_slots() as usize / READY_PART).clamp(1, READY_MAX);
+            if found.searches * 2 < ready || found.offline.is_some() {
+                continue;
+            }
+            found.searches = 0;
+            found.cold.clear();
+            let home = Home::Device(gpu);
+            let view = View { table, reuse, home, now, weigh_cost, unwritten_hold: true };
+            let DeviceTier { tier, dirty, cold, .. } = found;
+            for class in 0..tier.slots.classes() {
+                let mut left = ready;
+                tier.victim(class, &view, |index| {
+                    left = left.saturating_sub(1);
+                    if dirty.contains(index) {
+                        cold.push_back(table.reference(index));
+                    }
+                    if left > 0 { Leave::No } else { Leave::Yes }
+                });
+            }
+        }
     }
 
     fn may_demote(&self, gpu: GpuId) -> bool {

@@ -29,8 +29,8 @@ const SAMPLE: usize = 64;
 /// Measured on traces: with less, most of what is written is written again, and hits are no more.
 const WORTH_A_WRITE: f32 = 0.5;
 
-/// What a block that is in host RAM too counts of what it promises: nothing is lost with its copy on
-/// nvme for now, but that it has to be written again. Measured on traces, as above.
+/// What a block that is in host RAM too counts of what it promises: nothing is lost for now with
+/// its copy on nvme, but that it has to be written again. Measured on traces, as above.
 const IN_HOST_TOO: f32 = 0.3;
 
 /// When no segment was worth reclaiming, or could be, none is looked for again for so long,

@@ -245,6 +245,7 @@ impl Catalog {
         block.conversation = conversation;
         block.set_request(request);
         block.set_short(short);
+        block.set_offered(false);
         block.set_created_s(now_s);
         block.hits = 0;
         self.table.learn_parent(index, new);

@@ -178,6 +178,8 @@ const REINSERT: u8 = 4;
 const REFUSED: u8 = 8;
 /// It has fewer tokens than others: nothing follows it.
 const SHORT: u8 = 16;
+/// It counts among what was offered to nvme.
+const OFFERED: u8 = 32;
 
 impl Block {
     pub(crate) fn is_filling(&self) -> bool {
@@ -247,6 +249,15 @@ impl Block {
 
     pub(crate) fn set_short(&mut self, short: bool) {
         self.mark(SHORT, short);
+    }
+
+    /// Whether it counts among what was offered to nvme since it was stored.
+    pub(crate) fn is_offered(&self) -> bool {
+        self.marks & OFFERED != 0
+    }
+
+    pub(crate) fn set_offered(&mut self, offered: bool) {
+        self.mark(OFFERED, offered);
     }
 
     fn mark(&mut self, bit: u8, on: bool) {

@@ -304,3 +304,31 @@ fn nobody_waits_for_what_a_lost_gpu_was_copying_down() {
     assert_eq!(edge.lookup(chain(1, 4), 1000).blocks, 0);
     edge.catalog.check();
 }
+
+/// Host RAM had a copy of all that lay in a pool, and so less room for everything else.
+#[test]
+fn a_pool_shares_with_a_full_host_ram_only_what_leaves_it_next() {
+    let mut edge = on_gpu(64, 32, 1);
+    edge.gpu = None;
+    edge.connect();
+    edge.store(&chain(1, 60), 0);
+    edge.gpu = Some(GpuId(0));
+    edge.connect();
+    let in_both = |edge: &Edge| {
+        let table = &edge.catalog.table;
+        let all = (0..table.index_end()).filter_map(|index| table.live(index));
+        all.filter(|block| block.device_slot().is_some() && block.host_slot().is_some()).count()
+    };
+    for number in 10..40 {
+        let ticket = edge.store(&chain(number, 4), 0);
+        assert_eq!(edge.outcomes(ticket), [Outcome::Stored; 4]);
+        edge.catalog.check();
+        let found = (10..=number).filter(|number| edge.lookup(chain(*number, 4), 0).blocks == 4);
+        assert_eq!(found.count(), number as usize - 9, "what left the pool is below");
+    }
+    assert_eq!(edge.stats().device[0].blocks, 32);
+    assert!(in_both(&edge) <= 16, "{} of 32 blocks are in host RAM too", in_both(&edge));
+    edge.ask(Request::Drain { deadline_ms: None });
+    let drained = &edge.answers[&AskId(edge.next_ask)];
+    assert!(matches!(drained, Reply::Drained(Drained { blocks_lost: 0, .. })), "{drained:?}");
+}
