@@ -149,8 +149,8 @@ impl Admission {
 
 /// Whether only the very same prompt would find the block, and none has: it is shorter than others,
 /// so that no path goes on behind it. Where conversations go on, that is one block a turn.
-fn is_hardly_worth_a_write(block: &Block) -> bool {
-    block.is_short() && block.hits == 0 && block.pins == 0
+pub(super) fn is_hardly_worth_a_write(block: &Block) -> bool {
+    block.is_short() && block.hits == 0 && block.pins == 0 && !block.has_children()
 }
 
 fn bin(score: f32) -> usize {
@@ -165,10 +165,6 @@ impl Catalog {
 
     /// Whether a dirty block may be written now. What may not is no longer counted as dirty.
     pub(super) fn admit_write(&mut self, index: u32) -> bool {
-        if self.drain.is_none() && is_hardly_worth_a_write(self.table.get(index)) {
-            self.refuse_write(index);
-            return false;
-        }
         let block = self.table.get(index);
         let (bytes, request, pinned) = (slot_bytes(block), block.request(), block.pins > 0);
         let age = step_of(self.now).saturating_sub(block.used_step());
@@ -178,6 +174,8 @@ impl Catalog {
         let known = self.reuse.verdict(request).filter(|_| request != RequestId::default());
         let undecided = self.has_write_budget() && known.is_none();
         let (all, new) = if undecided { self.bytes_to_write(index, request) } else { (bytes, 0) };
+        let offered = self.table.get(index).is_offered();
+        self.table.get_mut(index).set_offered(true);
         let Some(admission) = self.nvme.as_mut().and_then(|nvme| nvme.admission.as_mut()) else {
             return true;
         };
@@ -185,6 +183,9 @@ impl Catalog {
         if draining {
             admission.spend(bytes as f64);
             return true;
+        }
+        if !undecided && !offered {
+            admission.offer(score, bytes);
         }
         let admitted = match known {
             Some(true) => self.reuse.spend(request, bytes) || admission.take(bytes),
@@ -236,6 +237,7 @@ impl Catalog {
         let bytes = slot_bytes(block);
         let waits =
             block.host_slot().is_some() && block.nvme == NvmeCopy::Absent && !block.is_refused();
+        let waits = waits && !is_hardly_worth_a_write(block);
         if let Some(admission) = self.nvme.as_mut().and_then(|nvme| nvme.admission.as_mut())
             && waits
             && self.reuse.spend(request, bytes)

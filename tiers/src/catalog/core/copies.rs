@@ -190,7 +190,7 @@ impl Catalog {
                 continue;
             }
             let Some(victim) = victim else {
-                self.note_no_slot(home);
+                self.note_no_slot(home, class);
                 return None;
             };
             match self.must_go_down(home, victim) {
@@ -204,12 +204,14 @@ impl Catalog {
 
     /// Nothing may leave for a block of this size. Slabs of other sizes can be emptied once what is
     /// dirty there is written.
-    fn note_no_slot(&mut self, home: Home) {
-        if home == Home::Host {
-            self.host.no_slot = Some(self.now);
-            if self.host.tier.slots.classes() >= 2 {
-                self.host.in_the_way = self.host.dirty.len();
-            }
+    fn note_no_slot(&mut self, home: Home, class: ClassId) {
+        let now = self.now;
+        if let Some(found) = home.gpu().and_then(|gpu| self.device_mut(gpu)) {
+            return found.note_no_slot(now, class);
+        }
+        self.host.no_slot = Some(now);
+        if self.host.tier.slots.classes() >= 2 {
+            self.host.in_the_way = self.host.dirty.len();
         }
     }
 

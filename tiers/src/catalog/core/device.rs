@@ -11,10 +11,10 @@ use std::collections::VecDeque;
 use super::Catalog;
 use super::event::{Action, DeviceShape, OpError, OpId, SlotPlace};
 use super::flow::Op;
-use super::policy::OrderList;
-use super::request::{GpuId, MissReason, OfflineReason, Tier};
+use super::policy::{OrderList, PolicyChoice};
+use super::request::{GpuId, MissReason, OfflineReason, Tier, Timestamp};
 use super::slot_tier::{Home, Leave, SlotTier, View};
-use super::slots::SlotId;
+use super::slots::{ClassId, SlotId};
 use super::table::{BlockRef, DeviceCopy, FillSource, HostCopy, NvmeCopy, step_of};
 
 /// Lookups that found a block before it is kept in the pool on its way up.
@@ -32,8 +32,8 @@ const DEMOTE_LOOKS_MAX: usize = 64;
 const READY_PART: usize = 4;
 const READY_MAX: usize = 1024;
 
-/// Part of host RAM in use, percent, up to which all that lies in a pool only is copied down.
-const HOST_USED_PERCENT: u64 = 87;
+/// Part of host RAM that is free, percent, above which all that lies in a pool only is copied down.
+const HOST_FREE_PERCENT: usize = 12;
 
 /// The pool of one GPU.
 pub(crate) struct DeviceTier {
@@ -43,6 +43,10 @@ pub(crate) struct DeviceTier {
     cold: VecDeque<BlockRef>,
     /// Searches for a victim since then.
     pub(crate) searches: usize,
+    /// Blocks to copy down whatever leaves the pool next, because somebody found no slot.
+    starved: usize,
+    /// When a block of this class found no slot last. Forgotten when one may have become free.
+    no_slot: Option<(Timestamp, ClassId)>,
     /// Copies to host RAM under way.
     pub(crate) demotes: usize,
     pub(crate) offline: Option<OfflineReason>,
@@ -59,6 +63,8 @@ impl DeviceTier {
             dirty: OrderList::default(),
             cold: VecDeque::new(),
             searches: 0,
+            starved: 0,
+            no_slot: None,
             demotes: 0,
             offline: None,
             hits: 0,
@@ -72,6 +78,18 @@ impl DeviceTier {
 impl DeviceTier {
     fn may_demote(&self) -> bool {
         self.offline.is_none() && self.demotes < DEMOTES_MAX
+    }
+
+    /// Blocks that are copied down ahead.
+    fn ready(&self) -> usize {
+        (self.tier.slots.used_slots() as usize / READY_PART).clamp(1, READY_MAX)
+    }
+
+    /// No block may leave for one of this class.
+    pub(super) fn note_no_slot(&mut self, now: Timestamp, class: ClassId) {
+        self.no_slot = Some((now, class));
+        // What leaves next is looked for at once.
+        self.searches = READY_MAX;
     }
 }
 
@@ -89,7 +107,19 @@ impl Catalog {
         if !self.device_usable(gpu) {
             return None;
         }
-        self.take_slot(Home::Device(gpu), index)
+        let (now, bytes) = (self.now, self.table.get(index).raw_bytes);
+        let found = self.device_mut(gpu)?;
+        let class = found.tier.class_of(bytes)?;
+        // A search that finds nothing is long, and a call may bring thousands of blocks.
+        if found.no_slot == Some((now, class)) {
+            return None;
+        }
+        let slot = self.take_slot(Home::Device(gpu), index);
+        if slot.is_none() {
+            let found = self.device_mut(gpu)?;
+            found.starved = found.ready();
+        }
+        slot
     }
 
     /// A slot of the pool by way of which a block goes up, when it is worth keeping there.
@@ -136,6 +166,7 @@ impl Catalog {
             if listed {
                 found.tier.remove(index, bytes);
             }
+            found.no_slot = None;
             found.tier.slots.release(slot);
         }
     }
@@ -231,11 +262,18 @@ impl Catalog {
     /// A block that is to be copied down has to wait for others.
     fn pass_over_dirty(&mut self, index: u32) {
         let block = self.table.reference(index);
+        let draining = self.drain.is_some();
         if let Some((gpu, _)) = self.table.get(index).device_slot()
             && let Some(found) = self.device_mut(gpu)
         {
-            found.dirty.move_front(index);
             found.cold.retain(|cold| *cold != block);
+            match found.dirty.back().filter(|back| draining && *back != index) {
+                Some(back) => {
+                    found.dirty.remove(index);
+                    found.dirty.push_behind(back, index);
+                }
+                None => found.dirty.move_front(index),
+            }
         }
     }
 
@@ -257,34 +295,43 @@ impl Catalog {
                 None => self.reach_without_pool(index),
             }
         }
-        let everything = self.drain.is_some() || self.host_has_free_room();
+        let sieve = self.config.device_policy == PolicyChoice::Sieve;
+        let (draining, everything) = (self.drain.is_some(), sieve || self.host_has_free_room());
         let Catalog { devices, table, .. } = self;
         devices.iter_mut().filter(|found| found.may_demote()).find_map(|found| {
-            if everything {
-                return found.dirty.back().map(|index| (index, None));
+            if draining {
+                return found.dirty.front().map(|index| (index, None));
             }
-            loop {
-                let index = table.resolve(*found.cold.front()?);
-                match index.filter(|index| found.dirty.contains(*index)) {
+            while let Some(cold) = found.cold.front() {
+                match table.resolve(*cold).filter(|index| found.dirty.contains(*index)) {
                     Some(index) => return Some((index, None)),
                     None => found.cold.pop_front(),
                 };
             }
+            if everything || found.starved > 0 {
+                found.starved = found.starved.saturating_sub(1);
+                return found.dirty.back().map(|index| (index, None));
+            }
+            None
         })
     }
 
     /// Whether a copy in host RAM takes no other block's place.
     fn host_has_free_room(&self) -> bool {
-        let slots = &self.host.tier.slots;
-        slots.used_bytes() * 100 < slots.capacity_bytes() * HOST_USED_PERCENT
+        let (free, all) = self.host.tier.slots.free_slabs();
+        free * 100 > all * HOST_FREE_PERCENT
     }
 
     /// Looks now and then for what will leave the pools next, so that it is copied down before.
     fn find_cold(&mut self) {
+        // A look would be a turn of its hand.
+        if self.config.device_policy == PolicyChoice::Sieve {
+            return;
+        }
         let (now, weigh_cost) = (step_of(self.now), self.config.weigh_cost);
         let Catalog { devices, table, reuse, .. } = self;
         for (gpu, found) in (0..).map(GpuId).zip(devices.iter_mut()) {
-            let ready = (found.tier.slots.used_slots() as usize / READY_PART).clamp(1, READY_MAX);
+            let ready = found.ready();
             if found.searches * 2 < ready || found.offline.is_some() {
                 continue;
             }
@@ -295,13 +342,14 @@ impl Catalog {
             let DeviceTier { tier, dirty, cold, .. } = found;
             for class in 0..tier.slots.classes() {
                 let mut left = ready;
-                tier.victim(class, &view, |index| {
-                    left = left.saturating_sub(1);
-                    if dirty.contains(index) {
+                let victim = tier.victim(class, &view, |index| {
+                    if left > 0 && dirty.contains(index) {
                         cold.push_back(table.reference(index));
                     }
-                    if left > 0 { Leave::No } else { Leave::Yes }
+                    left = left.saturating_sub(1);
+                    Leave::No
                 });
+                debug_assert!(victim.is_none());
             }
         }
     }
@@ -343,6 +391,7 @@ impl Catalog {
         };
         if let Some(found) = self.device_mut(gpu) {
             found.demotes -= 1;
+            found.no_slot = None;
         }
         let HostCopy::Filling { doomed, .. } = self.table.get(index).host else {
             return self.remove_device_user(index);

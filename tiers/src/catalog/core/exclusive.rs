@@ -1,8 +1,8 @@
 //! Host RAM and the pools of the GPUs hold different blocks, so that both together hold more.
 //!
 //! What is on nvme and in a pool needs no slot of host RAM: such slots are given up first. When the
-//! block leaves the pool it is copied down again. What is not on nvme keeps its copy in host RAM,
-//! which is all that is left when a GPU is lost.
+//! block leaves the pool it is copied down again. What is in host RAM and not on nvme keeps its
+//! copy there. What is in a pool only, because host RAM is full, goes with the GPU or the daemon.
 
 use super::Catalog;
 use super::slot_tier::{Home, Leave};

@@ -336,6 +336,8 @@ impl Catalog {
             return Reply::Busy(Limit::Pins);
         }
         let blocks: Vec<BlockRef> = run.iter().map(|index| self.pin(*index)).collect();
+        // What was not worth a write may be now.
+        run.iter().for_each(|index| self.offer_again(*index));
         let count = blocks.len() as u32;
         let expires = self.now.plus_ms(ttl_ms.min(limits.pin_ms_max));
         Reply::Pinned { pin: self.clients.add_pin(tenant, expires, blocks), blocks: count }

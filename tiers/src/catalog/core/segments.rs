@@ -101,6 +101,7 @@ pub(crate) struct Segments {
     clean_target: usize,
     /// Sum over all segments.
     live_bytes: u64,
+    quarantined: u64,
     /// Space was asked for in this run.
     written: bool,
     pub(crate) reclaiming: Vec<u32>,
@@ -138,12 +139,14 @@ impl Segments {
             next_sequence: (u64::from(shape.epoch) << 32) | 1,
             clean_target: target as usize,
             live_bytes: 0,
+            quarantined: 0,
             written: false,
             reclaiming: Vec::new(),
             turn: 0,
         };
         for bad in &shape.quarantined {
             if let Some(segment) = segments.segments.get_mut(*bad as usize) {
+                segments.quarantined += u64::from(segment.state != SegmentState::Quarantined);
                 segment.state = SegmentState::Quarantined;
             }
         }
@@ -170,8 +173,8 @@ impl Segments {
 
     /// Bytes of payload that all usable segments hold.
     pub(crate) fn capacity_bytes(&self) -> u64 {
-        let usable = self.segments.iter().filter(|s| s.state != SegmentState::Quarantined).count();
-        usable as u64 * u64::from(self.geometry.payload_bytes())
+        let usable = self.segments.len() as u64 - self.quarantined;
+        usable * u64::from(self.geometry.payload_bytes())
     }
 
     pub(crate) fn live_bytes(&self) -> u64 {
@@ -335,11 +338,18 @@ impl Segments {
         }
         self.clean.retain(|clean| *clean != segment);
         self.reclaiming.retain(|other| *other != segment);
+        self.quarantined += u64::from(self.get(segment).state != SegmentState::Quarantined);
         self.get_mut(segment).state = SegmentState::Quarantined;
     }
 
     pub(crate) fn quarantined(&self) -> u64 {
-        self.segments.iter().filter(|s| s.state == SegmentState::Quarantined).count() as u64
+        self.quarantined
+    }
+
+    /// Bytes of payload that are live at most: some segments are kept clean, and one is open.
+    pub(crate) fn live_bytes_max(&self) -> u64 {
+        let kept = (self.clean_target as u64 + 1) * u64::from(self.geometry.payload_bytes());
+        self.capacity_bytes().saturating_sub(kept)
     }
 
     /// Whether the clean pool wants another segment.

@@ -99,6 +99,11 @@ impl Slots {
         self.used_slots
     }
 
+    /// Slabs that no class has, and all.
+    pub(crate) fn free_slabs(&self) -> (usize, usize) {
+        (self.free_slabs.len(), self.slabs.len())
+    }
+
     pub(crate) fn classes(&self) -> usize {
         self.classes.len()
     }

@@ -1,6 +1,7 @@
 //! Write-down of dirty blocks to nvme.
 
 use super::Catalog;
+use super::admission::is_hardly_worth_a_write;
 use super::codecs::CodecTrial;
 use super::copies::slot_bytes;
 use super::event::{Action, OpError, OpId};
@@ -32,7 +33,7 @@ const EARLY_PERCENT: u64 = 87;
 
 impl Catalog {
     /// Once a second: allows some blocks to be written though there is room and demand, so that a
-    /// crash loses no more than about a minute.
+    /// crash loses little of host RAM that is older than a minute.
     pub(super) fn refill_trickle(&mut self) {
         if self.config.idle_ms > 0 && self.now >= self.trickle_at {
             self.trickle_at = self.now.plus_ms(1000);
@@ -73,6 +74,11 @@ impl Catalog {
             }
             if self.stays_unwritten(index) {
                 return;
+            }
+            if self.drain.is_none() && is_hardly_worth_a_write(self.table.get(index)) {
+                self.host.in_the_way = self.host.in_the_way.saturating_sub(1);
+                self.refuse_write(index);
+                continue;
             }
             // First: what is admitted costs a part of the budget.
             if !self.has_space_for(index) {
@@ -143,7 +149,7 @@ impl Catalog {
         self.nvme.as_ref().is_some_and(|nvme| {
             let below = |used: u64, all: u64| used * 100 < all * EARLY_PERCENT;
             let places = nvme.shape.geometry.descriptors_per_segment();
-            below(nvme.segments.live_bytes(), nvme.segments.capacity_bytes())
+            below(nvme.segments.live_bytes(), nvme.segments.live_bytes_max())
                 && below(nvme.blocks, u64::from(nvme.segments.count()) * u64::from(places))
         })
     }

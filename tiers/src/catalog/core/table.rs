@@ -251,7 +251,11 @@ impl Block {
         self.mark(SHORT, short);
     }
 
-    /// Whether it counts among what was offered to nvme since it was stored.
+    pub(crate) fn has_children(&self) -> bool {
+        self.first_child != NIL
+    }
+
+    /// Whether it counts among what was offered to nvme since it was stored or was there.
     pub(crate) fn is_offered(&self) -> bool {
         self.marks & OFFERED != 0
     }
@@ -512,6 +516,7 @@ impl BlockTable {
             codec == Codec::Raw && stored_bytes == block.raw_bytes && stored_sum == block.raw_sum;
         let spot = Spot { segment, index: at, offset, plain, hit: false };
         block.nvme = NvmeCopy::Resident(spot);
+        block.set_offered(false);
         if plain {
             return;
         }

@@ -328,7 +328,7 @@ impl Catalog {
                 }
                 orphans[at] += if block.orphan { u64::from(location.stored_bytes) } else { 0 };
             } else if matches!(block.host, HostCopy::Resident { .. }) && !block.is_refused() {
-                dirty += u64::from(BLOCK);
+                dirty += super::copies::slot_bytes(block);
             }
             let parent = block.parent;
             if parent != super::table::NIL {

@@ -192,7 +192,7 @@ impl Catalog {
         let mut at = self.quotas.holding(owner).chains.of(tier).back();
         let mut second = None;
         for _ in 0..SCAN_MAX {
-            let index = at?;
+            let Some(index) = at else { break };
             let links = match owner {
                 Owner::Account(_) => &self.quotas.links,
                 Owner::Talk(_) => &self.quotas.talk_links,

@@ -1,6 +1,7 @@
 //! The pools of GPUs: promotion, demotion, eviction, loss.
 
 use super::*;
+use crate::catalog::{OwnerQuotas, Quota, TierQuotas};
 
 /// A catalog with GPUs whose pools have so many blocks, and a client on the first one.
 fn on_gpu(host_blocks: u64, pool_blocks: u64, gpus: usize) -> Edge {
@@ -305,15 +306,21 @@ fn nobody_waits_for_what_a_lost_gpu_was_copying_down() {
     edge.catalog.check();
 }
 
-/// Host RAM had a copy of all that lay in a pool, and so less room for everything else.
-#[test]
-fn a_pool_shares_with_a_full_host_ram_only_what_leaves_it_next() {
+/// A client on a GPU with a pool of 32 blocks; host RAM is full of 60 others.
+fn above_a_full_host_ram() -> Edge {
     let mut edge = on_gpu(64, 32, 1);
     edge.gpu = None;
     edge.connect();
     edge.store(&chain(1, 60), 0);
     edge.gpu = Some(GpuId(0));
     edge.connect();
+    edge
+}
+
+/// Host RAM had a copy of all that lay in a pool, and so less room for everything else.
+#[test]
+fn a_pool_shares_with_a_full_host_ram_only_what_leaves_it_next() {
+    let mut edge = above_a_full_host_ram();
     let in_both = |edge: &Edge| {
         let table = &edge.catalog.table;
         let all = (0..table.index_end()).filter_map(|index| table.live(index));
@@ -331,4 +338,52 @@ fn a_pool_shares_with_a_full_host_ram_only_what_leaves_it_next() {
     edge.ask(Request::Drain { deadline_ms: None });
     let drained = &edge.answers[&AskId(edge.next_ask)];
     assert!(matches!(drained, Reply::Drained(Drained { blocks_lost: 0, .. })), "{drained:?}");
+}
+
+/// Nothing of what a tenant had in a pool could leave, since nothing of it was copied down, and
+/// nothing was because no search for a victim came that far. Nor did a block leave of which others
+/// follow that are elsewhere, though there was nothing else.
+#[test]
+fn a_tenant_at_its_quota_of_a_pool_goes_on_storing_there() {
+    let mut config = config(64, true);
+    config.devices = vec![pool(32)];
+    let hard = Quota { hard: Some(8 * u64::from(BLOCK)), ..Quota::default() };
+    let all = TierQuotas { device: hard, ..TierQuotas::default() };
+    config.quotas = vec![(TenantId(1), OwnerQuotas { all, ..OwnerQuotas::default() })];
+    let mut edge = Edge::new(config);
+    edge.store(&chain(1, 60), 0);
+    edge.gpu = Some(GpuId(0));
+    edge.connect();
+    for number in 10..30 {
+        let ticket = edge.store(&chain(number, 4), 0);
+        assert_eq!(edge.outcomes(ticket), [Outcome::Stored; 4]);
+        edge.event(Event::Tick);
+        edge.catalog.check();
+    }
+    let found = edge.lookup(chain(29, 4), 0);
+    assert!(found.runs.iter().any(|run| run.tier == Tier::Device), "{found:?}");
+    assert_eq!(edge.stats().device[0].blocks, 8);
+}
+
+/// A pool was full of blocks of one size, and those of another one never got a slab there.
+#[test]
+fn blocks_of_another_size_get_into_a_pool_that_is_full() {
+    let mut edge = above_a_full_host_ram();
+    for number in 10..18 {
+        edge.store(&chain(number, 4), 0);
+    }
+    assert_eq!(edge.stats().device[0].blocks, 32);
+    edge.connection += 1;
+    let (session, region, gpu) = (edge.session(), edge.region_id(), Some(GpuId(0)));
+    edge.event(Event::SessionOpened { session, tenant: edge.tenant });
+    let block_bytes = 2 * BLOCK;
+    edge.event(Event::RegionOpened { session, region, places: 64, block_bytes, gpu });
+    let in_pool = (20..60).find(|number| {
+        edge.store(&chain(*number, 2), 0);
+        edge.event(Event::Tick);
+        edge.catalog.check();
+        let found = edge.lookup(chain(*number, 2), 0);
+        found.runs.first().is_some_and(|run| run.tier == Tier::Device)
+    });
+    assert!(in_pool.is_some(), "{:?}", edge.stats().device);
 }
