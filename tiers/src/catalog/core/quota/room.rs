@@ -192,7 +192,10 @@ impl Catalog {
         let mut at = self.quotas.holding(owner).chains.of(tier).back();
         let mut second = None;
         for _ in 0..SCAN_MAX {
-            let Some(index) = at else { break };
+            let Some(index) = at else {
+                // What leaves a pool is below still; elsewhere, what follows would be of no use.
+                return second.filter(|_| tier == Tier::Device);
+            };
             let links = match owner {
                 Owner::Account(_) => &self.quotas.links,
                 Owner::Talk(_) => &self.quotas.talk_links,
