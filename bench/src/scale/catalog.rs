@@ -184,8 +184,9 @@ fn look_up(core: &mut Core, talk: &Conversations) -> anyhow::Result<Lookups> {
 pub(super) fn measure(args: &CatalogArgs) -> anyhow::Result<Value> {
     let mut talk = Conversations::of(args.blocks);
     let host_blocks = if args.host { args.blocks * 21 / 20 } else { args.blocks / 50 };
-    // Segments are 256 MiB less their descriptors, and a few are kept clean.
-    let nvme = (args.blocks * BLOCK_BYTES * 21 / 20).max(64 << 20) + (2 << 30);
+    // Segments are 256 MiB less their descriptors, a few are kept clean, and blocks are written
+    // early up to seven eighths.
+    let nvme = (args.blocks * BLOCK_BYTES * 5 / 4).max(64 << 20) + (2 << 30);
     let sizes = TierBytes {
         device: None,
         host: (host_blocks * BLOCK_BYTES).max(256 << 20),
