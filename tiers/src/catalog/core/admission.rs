@@ -153,6 +153,21 @@ pub(super) fn is_hardly_worth_a_write(block: &Block) -> bool {
     block.is_short() && block.hits == 0 && block.pins == 0 && !block.has_children()
 }
 
+/// Whether the block is in host RAM only and counts as dirty, and a write is worth it.
+fn waits_for_a_write(block: &Block) -> bool {
+    block.host_slot().is_some()
+        && block.nvme == NvmeCopy::Absent
+        && !block.is_refused()
+        && !is_hardly_worth_a_write(block)
+}
+
+/// Bytes of the block, if it is offered for the first time.
+fn first_offer(block: &mut Block) -> u64 {
+    let bytes = if block.is_offered() { 0 } else { slot_bytes(block) };
+    block.set_offered(true);
+    bytes
+}
+
 fn bin(score: f32) -> usize {
     ((score * BINS as f32) as usize).min(BINS - 1)
 }
@@ -165,6 +180,9 @@ impl Catalog {
 
     /// Whether a dirty block may be written now. What may not is no longer counted as dirty.
     pub(super) fn admit_write(&mut self, index: u32) -> bool {
+        if !self.has_write_budget() {
+            return true;
+        }
         let block = self.table.get(index);
         let (bytes, request, pinned) = (slot_bytes(block), block.request(), block.pins > 0);
         let age = step_of(self.now).saturating_sub(block.used_step());
@@ -172,10 +190,10 @@ impl Catalog {
         let score = (CHANCE_WEIGHT * self.reuse.chance(request, age) + again).min(1.0);
         let draining = self.drain.is_some();
         let known = self.reuse.verdict(request).filter(|_| request != RequestId::default());
-        let undecided = self.has_write_budget() && known.is_none();
-        let (all, new) = if undecided { self.bytes_to_write(index, request) } else { (bytes, 0) };
-        let offered = self.table.get(index).is_offered();
-        self.table.get_mut(index).set_offered(true);
+        let (all, new) = match known {
+            Some(_) => (bytes, first_offer(self.table.get_mut(index))),
+            None => self.bytes_to_write(index, request),
+        };
         let Some(admission) = self.nvme.as_mut().and_then(|nvme| nvme.admission.as_mut()) else {
             return true;
         };
@@ -184,19 +202,16 @@ impl Catalog {
             admission.spend(bytes as f64);
             return true;
         }
-        if !undecided && !offered {
-            admission.offer(score, bytes);
-        }
         let admitted = match known {
             Some(true) => self.reuse.spend(request, bytes) || admission.take(bytes),
             Some(false) => false,
             None => {
                 let admitted = admission.decide(score) && admission.take(all);
-                admission.offer(score, new);
                 self.reuse.set_verdict(request, admitted, all.saturating_sub(bytes));
                 admitted
             }
         };
+        admission.offer(score, new);
         // What is pinned must not be lost, as far as the budget allows.
         let admitted = admitted || (pinned && admission.take(bytes));
         if !admitted {
@@ -214,15 +229,9 @@ impl Catalog {
         let mut at = index;
         while at != NIL && self.table.get(at).request() == request {
             let block = self.table.get_mut(at);
-            let dirty = block.host_slot().is_some()
-                && block.nvme == NvmeCopy::Absent
-                && !block.is_refused()
-                && !is_hardly_worth_a_write(block);
-            if at == index || dirty {
-                let bytes = slot_bytes(block);
-                all += bytes;
-                new += if block.is_offered() { 0 } else { bytes };
-                block.set_offered(true);
+            if at == index || waits_for_a_write(block) {
+                all += slot_bytes(block);
+                new += first_offer(block);
             }
             // Blocks that no request is known of have nothing to do with each other.
             at = if request == RequestId::default() { NIL } else { block.parent };
@@ -235,9 +244,7 @@ impl Catalog {
     pub(super) fn give_budget_back(&mut self, index: u32, request: RequestId) {
         let block = self.table.get(index);
         let bytes = slot_bytes(block);
-        let waits =
-            block.host_slot().is_some() && block.nvme == NvmeCopy::Absent && !block.is_refused();
-        let waits = waits && !is_hardly_worth_a_write(block);
+        let waits = waits_for_a_write(block);
         if let Some(admission) = self.nvme.as_mut().and_then(|nvme| nvme.admission.as_mut())
             && waits
             && self.reuse.spend(request, bytes)

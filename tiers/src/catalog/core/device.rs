@@ -57,7 +57,7 @@ pub(crate) struct DeviceTier {
 }
 
 impl DeviceTier {
-    pub(crate) fn new(shape: &DeviceShape, policy: super::policy::PolicyChoice) -> DeviceTier {
+    pub(crate) fn new(shape: &DeviceShape, policy: PolicyChoice) -> DeviceTier {
         DeviceTier {
             tier: SlotTier::new(shape.pool_bytes, shape.slab_bytes, policy),
             dirty: OrderList::default(),

@@ -195,7 +195,8 @@ impl Segments {
 
     /// Lists a block at its descriptor's index.
     pub(crate) fn list(&mut self, segment: u32, index: u32, block: u32, stored_bytes: u32) {
-        self.live_bytes += page_ceil(u64::from(stored_bytes));
+        let bytes = page_ceil(u64::from(stored_bytes));
+        self.live_bytes += bytes;
         let segment = self.get_mut(segment);
         let at = index as usize;
         if segment.blocks.len() <= at {
@@ -204,17 +205,18 @@ impl Segments {
         if let Some(entry) = segment.blocks.get_mut(at) {
             *entry = block;
         }
-        segment.live_bytes += page_ceil(u64::from(stored_bytes));
+        segment.live_bytes += bytes;
     }
 
     /// Takes a block off the list.
     pub(crate) fn unlist(&mut self, segment: u32, index: u32, stored_bytes: u32) {
-        self.live_bytes -= page_ceil(u64::from(stored_bytes));
+        let bytes = page_ceil(u64::from(stored_bytes));
+        self.live_bytes -= bytes;
         let segment = self.get_mut(segment);
         if let Some(entry) = segment.blocks.get_mut(index as usize) {
             *entry = NIL;
         }
-        segment.live_bytes -= page_ceil(u64::from(stored_bytes));
+        segment.live_bytes -= bytes;
     }
 
     /// The segment is part of this log from now on.

@@ -653,7 +653,7 @@ impl BlockTable {
     }
 
     pub(crate) fn has_children(&self, index: u32) -> bool {
-        self.get(index).first_child != NIL
+        self.get(index).has_children()
     }
 
     fn children(&self, index: u32) -> impl Iterator<Item = u32> + '_ {
@@ -715,8 +715,7 @@ impl BlockTable {
             let Some(block) = self.live(at) else {
                 break;
             };
-            if !block.is_ghost() || block.first_child != NIL || block.pins > 0 || block.is_queued()
-            {
+            if !block.is_ghost() || block.has_children() || block.pins > 0 || block.is_queued() {
                 break;
             }
             let parent = block.parent;
